@@ -1,0 +1,74 @@
+"""RL post-training of full LLM weights at close to the memory of inference.
+
+Public names are imported on first use (PEP 562), so that `import logra_jax` costs
+next to nothing and needs neither JAX nor an accelerator:
+
+    import logra_jax as logra
+
+    model = logra.sketch(model, rank=64)
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from logra_jax.algorithm.basis import Basis, basis_matrix
+    from logra_jax.algorithm.low_rank import merge
+    from logra_jax.algorithm.predicted_kl import predict_kl, scale_by_predicted_kl
+    from logra_jax.algorithm.row_adam import scale_by_row_adam
+    from logra_jax.algorithm.sketch import (
+        Probe,
+        SketchedLinear,
+        perturbed,
+        perturbed_matmul,
+        sketch,
+        sketched_matmul,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Basis",
+    "Probe",
+    "SketchedLinear",
+    "basis_matrix",
+    "merge",
+    "perturbed",
+    "perturbed_matmul",
+    "predict_kl",
+    "scale_by_predicted_kl",
+    "scale_by_row_adam",
+    "sketch",
+    "sketched_matmul",
+]
+
+# One line per module that produces public names.
+_PRODUCERS = {
+    "basis": ("Basis", "basis_matrix"),
+    "low_rank": ("merge",),
+    "predicted_kl": ("predict_kl", "scale_by_predicted_kl"),
+    "row_adam": ("scale_by_row_adam",),
+    "sketch": (
+        "Probe",
+        "SketchedLinear",
+        "perturbed",
+        "perturbed_matmul",
+        "sketch",
+        "sketched_matmul",
+    ),
+}
+_MODULE_OF = {name: module for module, names in _PRODUCERS.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for, and keep it."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.algorithm.{_MODULE_OF[name]}")
+    value = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,290 @@
+"""Sketched projections: the backward pass forms ``S = G Aᵀ`` and never ``G``.
+
+One idea, the *probe*: add a zero ``p`` (d, r) behind a fixed basis ``A`` (r, k),
+
+    y(p) = x w + (x Aᵀ) pᵀ        at p = 0, so the forward never changes.
+
+Reverse mode at ``p = 0`` gives the sketch ``dL/dp = G Aᵀ`` (:func:`sketched_matmul`);
+forward mode gives the model's rate of change along an update ``w + (p A)ᵀ``
+(:func:`perturbed_matmul`, the plain twin, because ``jax.jvp`` refuses custom_vjp).
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Key, Shaped
+
+from logra_jax.algorithm.basis import Basis, random_signs
+
+Model = TypeVar("Model", bound=nnx.Module)
+
+
+class Probe(nnx.Variable):
+    """The zero perturbation ``p`` (..., d, r), float32; its cotangent is the sketch."""
+
+
+class BasisAddress(nnx.Variable):
+    """The ``(seed, step, matrix)`` words (..., 3), uint32, that ``A`` is drawn from."""
+
+
+def _project(x: Array, key: Array, rank: int) -> Array:
+    """``x Aᵀ`` (..., r) in ``x``'s dtype: exact signs first, then ``1/sqrt(r)``."""
+    signs = random_signs(key, rank, x.shape[-1], x.dtype)
+    product = jnp.einsum(
+        "...k,rk->...r",
+        x,
+        signs,
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    return (product / jnp.sqrt(jnp.float32(rank))).astype(x.dtype)
+
+
+def _matmul(x: Array, w: Array) -> Array:
+    return x @ w.astype(x.dtype)
+
+
+@jax.custom_vjp
+def _sketched(x: Array, w: Array, probe: Array, key: Array) -> Array:
+    return _matmul(x, w)
+
+
+def _sketched_fwd(x, w, probe, key):
+    if w.perturbed:
+        raise ValueError(
+            "`w` of a sketched projection must not be differentiated, got a request "
+            "for its gradient: a sketched kernel has none (only its sketch S = G A^T); "
+            "differentiate with respect to the `logra.Probe` variables instead."
+        )
+    rank = probe.value.shape[-1]
+    y = _matmul(x.value, w.value)
+    return y, (_project(x.value, key.value, rank), w.value)
+
+
+def _sketched_bwd(residuals, g):
+    x_projected, w = residuals
+    if isinstance(g, jax.custom_derivatives.SymbolicZero):
+        g = jnp.zeros(g.shape, g.dtype)
+    dx = jnp.einsum("...d,kd->...k", g, w.astype(g.dtype))
+    sketch = jnp.einsum(
+        "nd,nr->dr",
+        g.reshape(-1, g.shape[-1]),
+        x_projected.reshape(-1, x_projected.shape[-1]),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    return dx, None, sketch, None
+
+
+_sketched.defvjp(_sketched_fwd, _sketched_bwd, symbolic_zeros=True)
+
+
+def sketched_matmul(
+    x: Float[Array, "... k"],
+    w: Float[Array, "k d"],
+    probe: Float[Array, "d r"],
+    key: Key[Array, ""] | Shaped[Array, "2"],
+) -> Float[Array, "... d"]:
+    """``x @ w`` whose gradient with respect to ``probe`` is the sketch ``S = G Aᵀ``.
+
+    ``G = gᵀ x`` (d, k) is the gradient of ``wᵀ``; neither it nor ``x`` is kept: the
+    residuals are ``x Aᵀ`` (..., r) and ``w`` itself. The sketch is accumulated in
+    float32. ``w`` gets no cotangent, and asking for one raises.
+
+    Args:
+        x: input, the compute dtype.
+        w: kernel in JAX's (in, out) order, cast to ``x``'s dtype.
+        probe: zeros, float32; its values are ignored, its cotangent is the sketch.
+        key: threefry key that ``A`` (r, k) is drawn from, see ``basis_matrix``.
+
+    Returns:
+        ``x @ w`` in ``x``'s dtype.
+
+    Raises:
+        ValueError: when ``w`` is differentiated.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, logra_jax as logra
+        >>> key, x, w = jax.random.key(0), jnp.ones((5, 4)), jnp.ones((4, 3))
+        >>> loss = lambda p: logra.sketched_matmul(x, w, p, key).sum()
+        >>> jax.grad(loss)(jnp.zeros((3, 2))).shape
+        (3, 2)
+
+    Reference: LoGRA, arXiv:2610.06647.
+    """
+    return _sketched(x, w, probe, key)
+
+
+def perturbed_matmul(
+    x: Float[Array, "... k"],
+    w: Float[Array, "k d"],
+    probe: Float[Array, "d r"],
+    key: Key[Array, ""] | Shaped[Array, "2"],
+) -> Float[Array, "... d"]:
+    """``x @ (w + (probe A)ᵀ)``, differentiable in every mode: sketched_matmul's twin.
+
+    ``jax.jvp`` along ``probe`` gives the rate of change under an update; a finite
+    ``probe`` gives the updated projection without touching ``w``.
+    """
+    change = _project(x, key, probe.shape[-1]) @ probe.T.astype(x.dtype)
+    return _matmul(x, w) + change
+
+
+class SketchedLinear(nnx.Module):
+    """A linear layer whose kernel is trained through its sketch.
+
+    Attributes:
+        kernel: (..., k, d), frozen for autodiff, moved by :func:`logra_jax.merge`.
+        bias: (..., d) or None, frozen.
+        probe: (..., d, r) float32 zeros.
+        address: (..., 3) uint32, where ``A`` is drawn from.
+        basis: static rule that turns the address into a key.
+        perturb: use the plain twin (forward mode, finite probes) instead.
+    """
+
+    def __init__(
+        self,
+        linear: nnx.Linear,
+        rank: int,
+        basis: Basis,
+        addresses: Array,
+    ):
+        kernel = linear.kernel
+        *stack, k, d = kernel.shape
+        self.kernel = kernel
+        self.bias = linear.bias
+        self.probe = Probe(jnp.zeros((*stack, d, rank), jnp.float32))
+        self.address = BasisAddress(addresses)
+        self.basis = basis
+        self.dtype = linear.dtype
+        self.perturb = False
+
+    def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... d"]:
+        kernel = self.kernel[...]
+        x = x.astype(self.dtype or jnp.promote_types(x.dtype, kernel.dtype))
+        key = self.basis.key(self.address[...])
+        matmul = perturbed_matmul if self.perturb else sketched_matmul
+        y = matmul(x, kernel, self.probe[...], key)
+        if self.bias is not None:
+            bias = self.bias[...].astype(y.dtype)
+            y = y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
+        return y
+
+
+def sketch(
+    model: Model,
+    rank: int | Mapping[str, int],
+    match: str = ".*",
+    basis: Basis | None = None,
+) -> Model:
+    """A copy of ``model`` whose matched linear layers are sketched.
+
+    The copy shares the kernels' buffers. Layers stacked along leading axes (made by
+    ``nnx.vmap``, run by a scan) get one probe and one basis per layer. Differentiate
+    with respect to the probes only::
+
+        graph, probes, weights = nnx.split(model, logra.Probe, ...)
+
+    Args:
+        model: any NNX model; its ``nnx.Linear`` modules are candidates.
+        rank: ``r``, or a mapping from regular expressions to ranks (first hit wins;
+            a matched layer that no expression hits is an error).
+        match: regular expression searched for in each layer's dotted path, such as
+            ``"layers.self_attn.q_proj"``.
+        basis: seed and rule of the random bases; ``Basis()`` by default.
+
+    Matrices are named by ``model.tensor_name(path, layer)`` where the model has such a
+    method (Hugging Face names), else by their dotted path and layer index.
+
+    Raises:
+        ValueError: nothing matched, or a rank outside ``[1, min(k, d)]``.
+
+    Example:
+        >>> import logra_jax as logra
+        >>> from flax import nnx
+        >>> model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+        >>> graph, probes, weights = nnx.split(
+        ...     logra.sketch(model, rank=2), logra.Probe, ...
+        ... )
+        >>> probes["probe"].shape
+        (4, 2)
+    """
+    basis = basis or Basis()
+    model = nnx.clone(model)
+    name_of = getattr(model, "tensor_name", _dotted_name)
+    linears = dict(_linear_modules(model))
+    matched = {path: m for path, m in linears.items() if re.search(match, path)}
+    if not matched:
+        raise ValueError(
+            f"`match` must hit at least one linear layer, got {match!r}, which hits "
+            f"none of: {', '.join(sorted(linears)) or '(the model has none)'}."
+        )
+    for path, linear in matched.items():
+        *stack, k, d = linear.kernel.shape
+        addresses = [
+            basis.address(name_of(path, index)) for index in np.ndindex(*stack)
+        ]
+        words = np.array(addresses, np.uint32).reshape(*stack, 3)
+        layer_rank = _rank_of(path, rank, limit=min(k, d))
+        sketched = SketchedLinear(linear, layer_rank, basis, jnp.asarray(words))
+        if not path:
+            return sketched  # the model itself was the linear layer
+        _replace(model, path, sketched)
+    return model
+
+
+def perturbed(model: Model) -> Model:
+    """The same model and buffers with every sketched layer in its plain form.
+
+    For ``jax.jvp`` along the probes and for finite probes, see
+    :func:`perturbed_matmul`. The split of the result has the same states.
+    """
+    model = nnx.clone(model)
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, SketchedLinear):
+            module.perturb = True
+    return model
+
+
+def _linear_modules(model: nnx.Module) -> Iterator[tuple[str, nnx.Linear]]:
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.Linear):
+            yield ".".join(map(str, path)), module
+
+
+def _dotted_name(path: str, layer: tuple[int, ...]) -> str:
+    return ".".join((path, *map(str, layer)))
+
+
+def _rank_of(path: str, rank: int | Mapping[str, int], limit: int) -> int:
+    if isinstance(rank, Mapping):
+        hits = [r for pattern, r in rank.items() if re.search(pattern, path)]
+        if not hits:
+            raise ValueError(
+                f"`rank` must cover every matched layer, got {dict(rank)}, which says "
+                f"nothing of {path!r}; add an expression for it or narrow `match`."
+            )
+        rank = hits[0]
+    if not 1 <= rank <= limit:
+        raise ValueError(
+            f"`rank` must be in [1, min(k, d)] = [1, {limit}] for layer {path!r}, "
+            f"got {rank}."
+        )
+    return rank
+
+
+def _replace(model: nnx.Module, path: str, module: nnx.Module) -> None:
+    *parents, last = path.split(".")
+    owner: Any = model
+    for name in parents:
+        owner = owner[int(name)] if name.isdigit() else getattr(owner, name)
+    if last.isdigit():
+        owner[int(last)] = module
+    else:
+        setattr(owner, last, module)

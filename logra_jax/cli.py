@@ -1,0 +1,190 @@
+"""The `logra` command: train, eval, export, bench.
+
+This module imports nothing heavy: `--help` is instant, and spawned reward workers,
+which import the main module again, start without JAX.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import logra_jax
+
+_TRAIN_EXAMPLES = """\
+examples:
+  logra train configs/quickstart.yaml
+  logra train configs/quickstart.yaml train.steps=2 run_dir=runs/try
+  logra train configs/quickstart.yaml sketch.rank=64 kl.budget=constant kl.start=5e-3
+  logra train configs/quickstart.yaml resume=runs/quickstart-20260101-120000
+"""
+_EVAL_EXAMPLES = """\
+examples:
+  logra eval configs/quickstart.yaml eval.samples=1024
+  logra eval runs/quickstart-20260101-120000
+"""
+_EXPORT_EXAMPLES = """\
+example:
+  logra export runs/quickstart-20260101-120000 my-model
+"""
+_BENCH_EXAMPLES = """\
+examples:
+  logra bench rollout configs/quickstart.yaml
+  logra bench rollout configs/quickstart.yaml rollout.max_new_tokens=64 --json
+"""
+# Modules that only the `train` extra brings, and the package each comes from.
+_TRAIN_EXTRA = {
+    "gguf": "gguf",
+    "jinja2": "jinja2",
+    "matplotlib": "matplotlib",
+    "omegaconf": "omegaconf",
+    "pebble": "pebble",
+    "reasoning_gym": "reasoning-gym",
+    "rich": "rich",
+    "safetensors": "safetensors",
+    "tensorboardX": "tensorboardX",
+    "tokenizers": "tokenizers",
+    "yaml": "pyyaml",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    Bad input is one line on standard error and exit code 2; `--traceback` shows where
+    it was found.
+
+    Args:
+        argv: the arguments after the program's name; None takes them from the shell.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except (ValueError, ModuleNotFoundError) as error:
+        message = _explain(error)
+        if args.traceback or message is None:
+            raise
+        print(f"logra: {message}", file=sys.stderr)
+        return 2
+
+
+def _explain(error: ValueError | ModuleNotFoundError) -> str | None:
+    """The user's one line, or None for an error that is no fault of theirs."""
+    if isinstance(error, ValueError):
+        return " ".join(str(error).split())
+    package = _TRAIN_EXTRA.get((error.name or "").partition(".")[0])
+    if package is None:
+        return None
+    return f"{package} is not installed; run `pip install 'logra-jax[train]'`."
+
+
+def _train(args: argparse.Namespace) -> int:
+    from logra_jax.training.config import load_config
+
+    config = load_config(args.config, args.overrides)
+
+    from logra_jax.training.loop import train
+
+    return train(config)
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from logra_jax.training.evaluate import evaluate_command
+
+    return evaluate_command(args.target, args.overrides)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from logra_jax.training.checkpoint import export_command
+
+    return export_command(args.run_dir, args.out_dir)
+
+
+def _bench_rollout(args: argparse.Namespace) -> int:
+    from logra_jax.training.config import load_config
+
+    config = load_config(args.config, args.overrides)
+
+    from logra_jax.study.bench import bench_rollout
+
+    return bench_rollout(config, args.json)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="logra",
+        description="RL post-training of full LLM weights at close to the memory of "
+        "inference.",
+        epilog="`logra COMMAND --help` has examples.",
+    )
+    version = f"logra {logra_jax.__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    train = _command(commands, "train", "train a model", _TRAIN_EXAMPLES)
+    train.set_defaults(run=_train)
+    _add_config(train)
+
+    evaluate = _command(
+        commands,
+        "eval",
+        "measure held-out accuracy of a model or a run",
+        _EVAL_EXAMPLES,
+    )
+    evaluate.set_defaults(run=_eval)
+    evaluate.add_argument(
+        "target", metavar="CONFIG|RUN_DIR", help="a config file, or a run directory"
+    )
+    _add_overrides(evaluate)
+
+    export = _command(
+        commands,
+        "export",
+        "write a run's model as a Hugging Face directory",
+        _EXPORT_EXAMPLES,
+    )
+    export.set_defaults(run=_export)
+    export.add_argument("run_dir", metavar="RUN_DIR", help="a run directory")
+    export.add_argument("out_dir", metavar="OUT_DIR", help="the directory to write")
+
+    bench = commands.add_parser("bench", help="measure speed")
+    benches = bench.add_subparsers(metavar="WHAT", required=True)
+    rollout = _command(
+        benches, "rollout", "sampling against transformers' generate", _BENCH_EXAMPLES
+    )
+    rollout.set_defaults(run=_bench_rollout)
+    _add_config(rollout)
+    rollout.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    description: str,
+    examples: str,
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(
+        name,
+        help=description,
+        description=f"{description[0].upper()}{description[1:]}.",
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument(
+        "--traceback", action="store_true", help="show where bad input was found"
+    )
+    return command
+
+
+def _add_config(command: argparse.ArgumentParser) -> None:
+    command.add_argument("config", metavar="CONFIG", help="a YAML file")
+    _add_overrides(command)
+
+
+def _add_overrides(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        help="override a field, dotted: train.steps=2",
+    )

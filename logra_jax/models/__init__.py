@@ -1,0 +1,1 @@
+"""Language models: decoder family, Hugging Face directories, tokenizer, packages."""

@@ -1,0 +1,281 @@
+"""One decoder family: Llama, Qwen2 and Qwen3, its layers stacked and scanned.
+
+Attribute names are Hugging Face's, so that a path in the model is a tensor name once
+the layer index is put back (:meth:`Decoder.tensor_name`).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+REMAT = ("none", "layer")
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Shapes and options of a decoder; sizes in features, heads, tokens."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rope_theta: float
+    rms_norm_eps: float
+    tie_embeddings: bool
+    qkv_bias: bool = False  # Qwen2
+    qk_norm: bool = False  # Qwen3
+
+
+class KV(NamedTuple):
+    """Keys (rotated) and values of some tokens, for all layers or for one."""
+
+    k: Float[Array, "*layers batch time kv_heads head_dim"]
+    v: Float[Array, "*layers batch time kv_heads head_dim"]
+
+
+class Past(NamedTuple):
+    """Tokens computed earlier. Batch 1 means shared by all rows, computed once."""
+
+    kv: KV
+    mask: Bool[Array, "batch time"]  # which of them are real tokens
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions over past and present tokens."""
+
+    def __init__(self, c: DecoderConfig, dtype: DTypeLike, rngs: nnx.Rngs):
+        def linear(d_in: int, d_out: int, bias: bool) -> nnx.Linear:
+            return nnx.Linear(
+                d_in, d_out, use_bias=bias, param_dtype=dtype, rngs=rngs
+            )
+
+        query, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        self.q_proj = linear(c.hidden_size, query, c.qkv_bias)
+        self.k_proj = linear(c.hidden_size, kv, c.qkv_bias)
+        self.v_proj = linear(c.hidden_size, kv, c.qkv_bias)
+        self.o_proj = linear(query, c.hidden_size, False)
+        if c.qk_norm:
+            self.q_norm = _norm(c.head_dim, c, dtype, rngs)
+            self.k_norm = _norm(c.head_dim, c, dtype, rngs)
+        self.config = c
+
+    def __call__(self, h, rotary, mask, past):
+        c = self.config
+        heads = (*h.shape[:2], -1, c.head_dim)
+        q = self.q_proj(h).reshape(heads)
+        k = self.k_proj(h).reshape(heads)
+        v = self.v_proj(h).reshape(heads)
+        if c.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        present = KV(rotate(k, rotary), v)
+        out = attend(rotate(q, rotary), ((present, mask), *past))
+        return self.o_proj(out.reshape(*h.shape[:2], -1)), present
+
+
+class MLP(nnx.Module):
+    """SwiGLU."""
+
+    def __init__(self, c: DecoderConfig, dtype: DTypeLike, rngs: nnx.Rngs):
+        def linear(d_in: int, d_out: int) -> nnx.Linear:
+            return nnx.Linear(
+                d_in, d_out, use_bias=False, param_dtype=dtype, rngs=rngs
+            )
+
+        self.gate_proj = linear(c.hidden_size, c.intermediate_size)
+        self.up_proj = linear(c.hidden_size, c.intermediate_size)
+        self.down_proj = linear(c.intermediate_size, c.hidden_size)
+
+    def __call__(self, h):
+        return self.down_proj(jax.nn.silu(self.gate_proj(h)) * self.up_proj(h))
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and MLP, each with its residual."""
+
+    def __init__(self, c: DecoderConfig, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.input_layernorm = _norm(c.hidden_size, c, dtype, rngs)
+        self.self_attn = Attention(c, dtype, rngs)
+        self.post_attention_layernorm = _norm(c.hidden_size, c, dtype, rngs)
+        self.mlp = MLP(c, dtype, rngs)
+
+    def __call__(self, h, rotary, mask, past):
+        out, present = self.self_attn(self.input_layernorm(h), rotary, mask, past)
+        h = h + out
+        return h + self.mlp(self.post_attention_layernorm(h)), present
+
+
+class Decoder(nnx.Module):
+    """A causal language model; ``layers`` holds every layer, stacked along axis 0.
+
+    Args:
+        config: shapes and options.
+        dtype: of the weights.
+        remat: ``"none"``, or ``"layer"`` to keep only each layer's input for backward.
+        rngs: for random weights; build under ``nnx.eval_shape`` to load real ones.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        dtype: DTypeLike = jnp.bfloat16,
+        remat: str = "none",
+        rngs: nnx.Rngs,
+    ):
+        if remat not in REMAT:
+            raise ValueError(f"`remat` must be one of {REMAT}, got {remat!r}.")
+
+        @nnx.split_rngs(splits=config.num_layers)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def stack(rngs):
+            return DecoderLayer(config, dtype, rngs)
+
+        self.embed_tokens = nnx.Embed(
+            config.vocab_size, config.hidden_size, param_dtype=dtype, rngs=rngs
+        )
+        self.layers = stack(rngs)
+        self.norm = _norm(config.hidden_size, config, dtype, rngs)
+        if not config.tie_embeddings:
+            self.lm_head = nnx.Linear(
+                config.hidden_size,
+                config.vocab_size,
+                use_bias=False,
+                param_dtype=dtype,
+                rngs=rngs,
+            )
+        self.config = config
+        self.remat = remat
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch time"],
+        positions: Int[Array, "rows time"],
+        mask: Bool[Array, "rows time time"],
+        past: Sequence[Past] = (),
+        *,
+        dtype: DTypeLike | None = None,
+    ) -> tuple[Float[Array, "batch time features"], KV]:
+        """Final hidden states (normalised), and the keys and values of ``tokens``.
+
+        Args:
+            tokens: token ids.
+            positions: of each token; one row serves the whole batch.
+            mask: ``[row, query, key]``, which present tokens each token sees.
+            past: tokens computed before, all visible where their mask says so.
+            dtype: of the activations; the weights' by default.
+
+        Returns:
+            Hidden states for :meth:`logits`, and a :class:`KV` of (layers, batch,
+            time, kv_heads, head_dim).
+        """
+        embedding = self.embed_tokens.embedding[...]
+        h = embedding[tokens].astype(dtype or embedding.dtype)
+        rotary = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
+        masks = [p.mask[:, None, :] for p in past]
+        graph, weights = nnx.split(self.layers)
+
+        def layer(h, inputs):
+            weights, kvs = inputs
+            past = tuple(zip(kvs, masks, strict=True))
+            return nnx.merge(graph, weights)(h, rotary, mask, past)
+
+        if self.remat == "layer":
+            layer = jax.checkpoint(layer)
+        h, present = jax.lax.scan(layer, h, (weights, [p.kv for p in past]))
+        return self.norm(h), present
+
+    def logits(
+        self, hidden: Float[Array, "*tokens features"]
+    ) -> Float[Array, "*tokens vocab"]:
+        """float32 logits of final hidden states; ask for a chunk of tokens at a time."""
+        if self.config.tie_embeddings:
+            head = self.embed_tokens.embedding[...].astype(hidden.dtype)
+            return jnp.einsum(
+                "...h,vh->...v", hidden, head, preferred_element_type=jnp.float32
+            )
+        return self.lm_head(hidden).astype(jnp.float32)
+
+    def tensor_name(self, path: str, layer: tuple[int, ...] = ()) -> str:
+        """Hugging Face's name of the weight matrix at a dotted path of this model."""
+        if layer:
+            path = path.replace("layers.", f"layers.{layer[0]}.", 1)
+        return f"{path}.weight" if path == "lm_head" else f"model.{path}.weight"
+
+
+def attend(
+    q: Float[Array, "batch time heads head_dim"],
+    segments: Sequence[tuple[KV, Bool[Array, "rows queries keys"]]],
+) -> Float[Array, "batch time heads head_dim"]:
+    """Attention of ``q`` over several segments of keys under one softmax.
+
+    Segments are never concatenated: a cache stays where it lies, and a segment of
+    batch 1 (a prefix common to all rows) is one matmul over all rows.
+
+    Args:
+        q: rotated queries; ``heads`` is a multiple of the segments' ``kv_heads``.
+        segments: keys and values (batch or 1, keys, kv_heads, head_dim) with a mask
+            ``[batch or 1, query or 1, key]``.
+    """
+    batch, time, heads, head_dim = q.shape
+    kv_heads = segments[0][0].k.shape[2]
+    q = (q * head_dim**-0.5).reshape(batch, time, kv_heads, -1, head_dim)
+    scores = []
+    for kv, mask in segments:
+        if kv.k.shape[0] == 1:
+            score = jnp.einsum("btkgd,skd->btkgs", q, kv.k[0])
+        else:
+            score = jnp.einsum("btkgd,bskd->btkgs", q, kv.k)
+        score = score.astype(jnp.float32)
+        scores.append(jnp.where(mask[:, :, None, None, :], score, -jnp.inf))
+    weights = jax.nn.softmax(jnp.concatenate(scores, -1), axis=-1).astype(q.dtype)
+    out = jnp.zeros_like(q)
+    start = 0
+    for kv, _ in segments:
+        keys = kv.v.shape[1]
+        part = jax.lax.slice_in_dim(weights, start, start + keys, axis=-1)
+        if kv.v.shape[0] == 1:
+            out += jnp.einsum("btkgs,skd->btkgd", part, kv.v[0])
+        else:
+            out += jnp.einsum("btkgs,bskd->btkgd", part, kv.v)
+        start += keys
+    return out.reshape(batch, time, heads, head_dim)
+
+
+def rotary_angles(
+    positions: Int[Array, "rows time"], head_dim: int, theta: float
+) -> Float[Array, "rows time half"]:
+    """``position * theta^(-2i/head_dim)`` in radians, float32 (RoPE)."""
+    exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    frequency = theta**-exponent
+    return positions.astype(jnp.float32)[..., None] * frequency[None, None, :]
+
+
+def rotate(
+    x: Float[Array, "batch time heads head_dim"],
+    angles: Float[Array, "rows time half"],
+) -> Float[Array, "batch time heads head_dim"]:
+    """Rotate half-split pairs (Hugging Face's layout) by ``angles``."""
+    cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(rotated, -1).astype(x.dtype)
+
+
+def _norm(size: int, c: DecoderConfig, dtype: DTypeLike, rngs: nnx.Rngs):
+    return nnx.RMSNorm(
+        size,
+        epsilon=c.rms_norm_eps,
+        param_dtype=dtype,
+        use_fast_variance=False,
+        rngs=rngs,
+    )

@@ -1,0 +1,260 @@
+"""Hugging Face directories in and out: config.json, safetensors, names, tokenizer."""
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from logra_jax.models.decoder import Decoder, DecoderConfig
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+_LEAF = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
+
+
+def read_config(directory: str | Path) -> DecoderConfig:
+    """The shapes in ``config.json``.
+
+    Raises:
+        ValueError: no config.json, or an architecture or option that is not supported.
+    """
+    return decoder_config(_read_json(Path(directory) / "config.json"))
+
+
+def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
+    """Hugging Face's ``config.json`` (a mapping) as a :class:`DecoderConfig`.
+
+    Raises:
+        ValueError: an architecture or option that is not supported, named.
+    """
+    kind = config.get("model_type")
+    if kind not in MODEL_TYPES:
+        raise ValueError(f"`model_type` must be one of {MODEL_TYPES}, got {kind!r}.")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope_kind = rope.get("rope_type", rope.get("type", "default"))
+    refused = {
+        "hidden_act": config.get("hidden_act", "silu") != "silu",
+        "rope_scaling": rope_kind != "default",
+        "use_sliding_window": bool(config.get("use_sliding_window")),
+        "mlp_bias": bool(config.get("mlp_bias")),
+        "attention_bias": bool(config.get("attention_bias")),
+    }
+    for name, is_refused in refused.items():
+        if is_refused:
+            value = rope_kind if name == "rope_scaling" else config.get(name)
+            raise ValueError(
+                f"`{name}` of config.json is not supported for {kind}, got {value!r}."
+            )
+    heads = config["num_attention_heads"]
+    return DecoderConfig(
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        max_positions=config.get("max_position_embeddings", 2048),
+        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta", 10_000.0)),
+        rms_norm_eps=config["rms_norm_eps"],
+        tie_embeddings=config.get("tie_word_embeddings", False),
+        qkv_bias=kind == "qwen2",
+        qk_norm=kind == "qwen3",
+    )
+
+
+def load_decoder(
+    directory: str | Path, *, dtype: DTypeLike = jnp.bfloat16, remat: str = "none"
+) -> Decoder:
+    """The model in a Hugging Face directory, its layers stacked.
+
+    One stacked tensor at a time is gathered on the host and put on the device, so the
+    weights are never held twice.
+
+    Args:
+        directory: holds config.json and model.safetensors, or its shards and index.
+        dtype: that weights are cast to.
+        remat: see :class:`Decoder`.
+
+    Raises:
+        ValueError: unsupported config, missing or misshapen tensor.
+    """
+    directory = Path(directory)
+    config = read_config(directory)
+    abstract = nnx.eval_shape(
+        lambda: Decoder(config, dtype=dtype, remat=remat, rngs=nnx.Rngs(0))
+    )
+    graph, state = nnx.split(abstract)
+    with _SafetensorsReader(directory) as reader:
+        flat = [
+            (path, variable.replace(_load_variable(reader, abstract, path, variable)))
+            for path, variable in nnx.to_flat_state(state)
+        ]
+    return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+def save_decoder(
+    model: Decoder,
+    directory: str | Path,
+    *,
+    source: str | Path,
+    dtype: DTypeLike = jnp.bfloat16,
+) -> Path:
+    """Write ``model`` as a Hugging Face directory that ``transformers`` loads.
+
+    Written aside and renamed: a directory is whole or not there. What ``source`` holds
+    besides weights (config.json, tokenizer, generation config, licence) is carried
+    over, with the dtype in config.json brought up to date.
+
+    Args:
+        model: the decoder; sketched layers are ordinary matrices here.
+        directory: to write; must not exist.
+        source: the Hugging Face directory that the model came from.
+        dtype: of the written tensors.
+
+    Raises:
+        ValueError: ``directory`` exists already.
+    """
+    import ml_dtypes  # noqa: F401  numpy's bfloat16, which safetensors looks up by name
+    from safetensors.numpy import save_file
+
+    directory, source = Path(directory), Path(source)
+    if directory.exists():
+        raise ValueError(
+            f"`directory` must not exist yet, got {str(directory)!r}; remove it or "
+            "choose another."
+        )
+    aside = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}")
+    aside.mkdir(parents=True)
+    try:
+        _copy_companions(source, aside)
+        config = _read_json(source / "config.json")
+        config.pop("torch_dtype", None)
+        config["dtype"] = jnp.dtype(dtype).name
+        (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        tensors = {
+            name: np.ascontiguousarray(value.astype(jnp.dtype(dtype)))
+            for name, value in named_tensors(model)
+        }
+        save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
+        (aside / "model.safetensors").chmod(0o644)
+        os.replace(aside, directory)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return directory
+
+
+def named_tensors(model: Decoder) -> Iterator[tuple[str, np.ndarray]]:
+    """Every weight under its Hugging Face name, in (out, in) order, on the host."""
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        if path[-1] not in _LEAF:
+            continue  # probes and addresses are not weights
+        value = np.asarray(variable[...])
+        for layer in _layers(path, value.shape):
+            part = value[layer]
+            yield _name(model, path, layer), part.T if path[-1] == "kernel" else part
+
+
+def _layers(path: tuple, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return [(i,) for i in range(shape[0])] if path[0] == "layers" else [()]
+
+
+def _name(model: Decoder, path: tuple, layer: tuple[int, ...]) -> str:
+    name = model.tensor_name(".".join(path[:-1]), layer)
+    return name.removesuffix("weight") + _LEAF[path[-1]]
+
+
+def _load_variable(
+    reader: "_SafetensorsReader", model: Decoder, path: tuple, variable: nnx.Variable
+) -> jax.Array:
+    """One (stacked) variable: its tensors cast, transposed and gathered, then put."""
+    shape, dtype = variable.shape, variable.dtype
+    gathered = np.empty(shape, dtype)
+    for layer in _layers(path, shape):
+        name = _name(model, path, layer)
+        tensor = reader.read(name)
+        tensor = tensor.T if path[-1] == "kernel" else tensor
+        if tensor.shape != gathered[layer].shape:
+            raise ValueError(
+                f"`{name}` must have shape {gathered[layer].T.shape} by config.json, "
+                f"got {tensor.T.shape} in {str(reader.directory)!r}."
+            )
+        gathered[layer] = tensor
+    return jnp.asarray(gathered)
+
+
+class _SafetensorsReader:
+    """Tensors by name from model.safetensors, or from shards named in an index."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        index = directory / "model.safetensors.index.json"
+        single = directory / "model.safetensors"
+        if index.exists():
+            self.files = _read_json(index)["weight_map"]
+        elif single.exists():
+            self.files = None
+        else:
+            raise ValueError(
+                "`directory` must hold model.safetensors or its shards and index, got "
+                f"{str(directory)!r}, which holds neither."
+            )
+        self._open: dict[str, Any] = {}
+
+    def __enter__(self) -> "_SafetensorsReader":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._open.clear()
+
+    def read(self, name: str) -> np.ndarray:
+        import ml_dtypes  # noqa: F401  lets numpy know bfloat16
+        from safetensors import SafetensorError, safe_open
+
+        file = "model.safetensors" if self.files is None else self.files.get(name)
+        try:
+            if file is None:
+                raise KeyError(name)
+            if file not in self._open:
+                self._open[file] = safe_open(self.directory / file, framework="numpy")
+            if name not in self._open[file].keys():  # noqa: SIM118  not a mapping
+                raise KeyError(name)
+            return self._open[file].get_tensor(name)
+        except KeyError:
+            raise ValueError(
+                f"`{name}` is missing from the weights in {str(self.directory)!r}; the "
+                "checkpoint is incomplete or not of this architecture."
+            ) from None
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"`{file}` in {str(self.directory)!r} cannot be read: {error}; it is "
+                "damaged or incomplete, fetch it again."
+            ) from None
+
+
+def _copy_companions(source: Path, target: Path) -> None:
+    for file in source.iterdir():
+        is_weights = file.suffix in (".safetensors", ".bin", ".gguf", ".pt", ".pth")
+        if file.is_file() and not is_weights and "index.json" not in file.name:
+            shutil.copyfile(file, target / file.name)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(
+            f"`{path.name}` must be in {str(path.parent)!r}, but is not; give a "
+            "Hugging Face model directory."
+        ) from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"`{path}` is not valid JSON: {error}.") from None

@@ -1,0 +1,1 @@
+"""Questions, rewards, advantages and losses."""

@@ -1,0 +1,1 @@
+"""Rollout: prompts in, completions with log-probabilities out."""

@@ -1,0 +1,297 @@
+"""The in-process engine: jitted prefill and decode over the trainer's own weights."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
+
+from logra_jax.models.decoder import KV, Decoder, Past
+from logra_jax.rollout.types import Completions, Sampling, pack_prompts
+
+_BLOCK = 256  # vocabulary entries per block of the two-level sampler
+
+
+class LocalEngine:
+    """Samples from a :class:`Decoder` whose weights are passed to each call.
+
+    Nothing is copied: ``generate`` reads the buffers it is given. One program is
+    compiled for each (batch, padded prompt length, sampling filter).
+
+    Args:
+        graph: graph definition of the decoder; its split must be one state.
+        config_of: the decoder itself, for its shapes.
+        eos_ids: tokens that end a completion.
+        pad_id: fills positions past the end.
+        prefix: tokens common to all prompts, computed once per batch.
+        bucket: prompts are padded to a multiple of it.
+    """
+
+    def __init__(
+        self,
+        graph: nnx.GraphDef,
+        *,
+        max_positions: int,
+        eos_ids: Sequence[int],
+        pad_id: int = 0,
+        prefix: Sequence[int] = (),
+        bucket: int = 8,
+    ):
+        self.graph = graph
+        self.max_positions = max_positions
+        self.eos_ids = tuple(eos_ids)
+        self.pad_id = pad_id
+        self.prefix = tuple(prefix)
+        self.bucket = bucket
+
+    def generate(
+        self,
+        weights: nnx.State,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        key: Key[Array, ""],
+    ) -> Completions:
+        """Sample one completion for each prompt.
+
+        Args:
+            weights: every variable of the decoder (probes included).
+            prompts: token ids, each starting with the engine's prefix.
+            sampling: temperature, filters, length.
+            key: of this batch; the same key and weights give the same tokens.
+
+        Raises:
+            ValueError: see :func:`pack_prompts`.
+        """
+        packed = pack_prompts(
+            prompts,
+            prefix=self.prefix,
+            bucket=self.bucket,
+            pad_id=self.pad_id,
+            limit=self.max_positions - sampling.max_new_tokens,
+        )
+        tokens, logprobs, lengths, finished = _generate(
+            self.graph,
+            weights,
+            *map(jnp.asarray, packed),
+            jnp.float32(sampling.temperature),
+            key,
+            eos_ids=self.eos_ids,
+            pad_id=self.pad_id,
+            new=sampling.max_new_tokens,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+        )
+        return Completions(
+            packed, *map(np.asarray, (tokens, logprobs, lengths, finished))
+        )
+
+
+class _Loop(NamedTuple):
+    """Carry of the decode loop; row ``i`` of ``tokens`` is filled up to ``t``."""
+
+    t: Int32[Array, ""]
+    tokens: Int32[Array, "batch new"]
+    logprobs: Float32[Array, "batch new"]
+    ended: Bool[Array, " batch"]
+    lengths: Int32[Array, " batch"]
+    cache: KV  # (layers, batch, suffix + new, kv_heads, head_dim)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("graph", "eos_ids", "pad_id", "new", "top_p", "top_k")
+)
+def _generate(
+    graph,
+    weights,
+    prefix: Int[Array, " prefix"],
+    prompt: Int[Array, "batch suffix"],
+    prompt_lengths: Int[Array, " batch"],
+    temperature: Float[Array, ""],
+    key: Key[Array, ""],
+    *,
+    eos_ids: tuple[int, ...],
+    pad_id: int,
+    new: int,
+    top_p: float,
+    top_k: int,
+):
+    model: Decoder = nnx.merge(graph, weights)
+    batch, width = prompt.shape
+    hidden, kv, shared = prefill(model, prefix, prompt, prompt_lengths)
+    room = ((0, 0), (0, 0), (0, new), (0, 0), (0, 0))
+    columns = jnp.arange(width + new)[None]
+    first = width - prompt_lengths[:, None]
+
+    def choose(loop: _Loop, hidden: Array) -> _Loop:
+        """Sample token ``t`` of every row from the hidden state before it."""
+        logits = model.logits(hidden)
+        token, logprob = sample(
+            logits, temperature, jax.random.fold_in(key, loop.t), top_p, top_k
+        )
+        token = jnp.where(loop.ended, pad_id, token)
+        is_eos = jnp.isin(token, jnp.array(eos_ids, jnp.int32))
+        return loop._replace(
+            t=loop.t + 1,
+            tokens=loop.tokens.at[:, loop.t].set(token),
+            logprobs=loop.logprobs.at[:, loop.t].set(
+                jnp.where(loop.ended, 0.0, logprob)
+            ),
+            lengths=loop.lengths + ~loop.ended,
+            ended=loop.ended | is_eos,
+        )
+
+    def decode(loop: _Loop) -> _Loop:
+        """Run the model on token ``t - 1`` of every row, then sample token ``t``."""
+        column = width + loop.t - 1
+        token = lax.dynamic_index_in_dim(loop.tokens, loop.t - 1, 1)
+        position = prefix.shape[0] + prompt_lengths[:, None] + loop.t - 1
+        written = (columns >= first) & (columns < column)
+        hidden, kv = model(
+            token,
+            position,
+            jnp.ones((1, 1, 1), bool),
+            [*shared, Past(loop.cache, written)],
+        )
+        cache = jax.tree.map(
+            lambda c, new: lax.dynamic_update_slice_in_dim(c, new, column, 2),
+            loop.cache,
+            kv,
+        )
+        return choose(loop._replace(cache=cache), hidden[:, 0])
+
+    loop = _Loop(
+        t=jnp.int32(0),
+        tokens=jnp.full((batch, new), pad_id, jnp.int32),
+        logprobs=jnp.zeros((batch, new), jnp.float32),
+        ended=jnp.zeros((batch,), bool),
+        lengths=jnp.zeros((batch,), jnp.int32),
+        cache=jax.tree.map(lambda c: jnp.pad(c, room), kv),
+    )
+    loop = choose(loop, hidden[:, -1])
+    loop = lax.while_loop(lambda s: (s.t < new) & ~jnp.all(s.ended), decode, loop)
+    return loop.tokens, loop.logprobs, loop.lengths, loop.ended
+
+
+def prefill(
+    model: Decoder,
+    prefix: Int[Array, " prefix"],
+    tokens: Int[Array, "batch time"],
+    prompt_lengths: Int[Array, " batch"],
+    *,
+    prompt_width: int | None = None,
+    dtype=None,
+):
+    """Run a shared prefix once, then rows padded on the left: rollout and training.
+
+    Args:
+        model: the decoder.
+        prefix: tokens common to all rows; may be empty.
+        tokens: the rest of each prompt, padded on the left to ``prompt_width``, and in
+            training the completion after it.
+        prompt_lengths: real prompt tokens of each row, of ``prompt_width``.
+        prompt_width: columns of ``tokens`` that are prompt; all by default.
+        dtype: of the activations.
+
+    Returns:
+        Hidden states (batch, time, features), the rows' keys and values, and the
+        prefix's as a list of at most one :class:`Past`.
+    """
+    width = tokens.shape[1] if prompt_width is None else prompt_width
+    shared = []
+    if prefix.shape[0]:
+        _, kv = model(
+            prefix[None],
+            jnp.arange(prefix.shape[0])[None],
+            _causal(prefix.shape[0]),
+            dtype=dtype,
+        )
+        shared = [Past(kv, jnp.ones((1, prefix.shape[0]), bool))]
+    columns = jnp.arange(tokens.shape[1])[None]
+    first = width - prompt_lengths[:, None]
+    positions = prefix.shape[0] + jnp.maximum(columns - first, 0)
+    # A padded query sees itself, so that no softmax is over nothing.
+    is_token = (columns >= first)[:, None, :] | jnp.eye(tokens.shape[1], dtype=bool)[None]
+    mask = _causal(tokens.shape[1]) & is_token
+    hidden, kv = model(tokens, positions, mask, shared, dtype=dtype)
+    return hidden, kv, shared
+
+
+def _causal(time: int) -> Bool[Array, "1 time time"]:
+    return jnp.tril(jnp.ones((1, time, time), bool))
+
+
+def sample(
+    logits: Float[Array, "batch vocab"],
+    temperature: Float[Array, ""],
+    key: Key[Array, ""],
+    top_p: float = 1.0,
+    top_k: int = 0,
+) -> tuple[Int32[Array, " batch"], Float32[Array, " batch"]]:
+    """One token per row, and its log-probability.
+
+    Args:
+        logits: float32.
+        temperature: 0 takes the likeliest token.
+        key: one uniform number per row is drawn from it.
+        top_p: see :class:`Sampling`.
+        top_k: see :class:`Sampling`.
+
+    Returns:
+        Tokens, and their log-probabilities in nats at ``temperature`` (at 1 when
+        greedy) under the *unfiltered* distribution, which is what a trainer computes.
+    """
+    z = logits / jnp.where(temperature > 0, temperature, 1.0)
+    logprobs = jax.nn.log_softmax(z)
+    kept = jnp.exp(_filter(z, logprobs, top_p, top_k))
+    drawn = _draw(kept, jax.random.uniform(key, (logits.shape[0],)))
+    token = jnp.where(temperature > 0, drawn, jnp.argmax(logits, -1)).astype(jnp.int32)
+    return token, jnp.take_along_axis(logprobs, token[:, None], -1)[:, 0]
+
+
+def _filter(z: Array, logprobs: Array, top_p: float, top_k: int) -> Array:
+    if top_k and top_k < z.shape[-1]:
+        threshold = lax.top_k(z, top_k)[0][:, -1:]
+        logprobs = jnp.where(z >= threshold, logprobs, -jnp.inf)
+    if top_p < 1.0:
+        descending = -jnp.sort(-jax.nn.softmax(logprobs), -1)
+        before = jnp.cumsum(descending, -1) - descending
+        last = jnp.sum(before < top_p, -1, keepdims=True) - 1
+        threshold = jnp.take_along_axis(descending, last, -1)
+        logprobs = jnp.where(
+            jax.nn.softmax(logprobs) >= threshold, logprobs, -jnp.inf
+        )
+    return logprobs
+
+
+def _draw(weights: Float[Array, "batch vocab"], uniform: Float[Array, " batch"]):
+    """Index with probability proportional to its weight, by inverting the CDF.
+
+    Two levels, block then entry, in place of one random number per vocabulary entry
+    (Gumbel) or a cumulative sum over the whole vocabulary.
+    """
+    batch, vocab = weights.shape
+    blocks = -(-vocab // _BLOCK)
+    weights = jnp.pad(weights, ((0, 0), (0, blocks * _BLOCK - vocab)))
+    weights = weights.reshape(batch, blocks, _BLOCK)
+    block, rest = _invert(weights.sum(-1), uniform)
+    rows = jnp.arange(batch)
+    entry, _ = _invert(weights[rows, block], rest)
+    return block * _BLOCK + entry
+
+
+def _invert(weights: Float[Array, "batch n"], uniform: Float[Array, " batch"]):
+    """The entry that ``uniform`` falls into, and where within it (0 to 1)."""
+    above = jnp.cumsum(weights, -1)
+    target = (uniform * above[:, -1])[:, None]
+    # Rounding must never pick an entry of weight 0: the last positive one bounds it.
+    last = jnp.max(jnp.where(weights > 0, jnp.arange(weights.shape[1])[None], 0), -1)
+    index = jnp.minimum(jnp.sum(above <= target, -1), last)
+    chosen = jnp.take_along_axis(weights, index[:, None], -1)
+    below = jnp.take_along_axis(above, index[:, None], -1) - chosen
+    within = (target - below) / jnp.maximum(chosen, jnp.finfo(weights.dtype).tiny)
+    return index, jnp.clip(within[:, 0], 0.0, 1.0)

@@ -1,0 +1,1 @@
+"""Config, loop, state and everything a training run writes or shows."""

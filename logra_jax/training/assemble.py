@@ -1,0 +1,238 @@
+"""From a config to the parts of a run: model, engine, task, rewards, optimizer, step."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Key
+
+from logra_jax.algorithm.basis import Basis
+from logra_jax.algorithm.predicted_kl import scale_by_predicted_kl
+from logra_jax.algorithm.row_adam import scale_by_row_adam
+from logra_jax.algorithm.sketch import Probe, perturbed, sketch
+from logra_jax.models.hf import load_decoder
+from logra_jax.models.packaged import is_packaged, packaged_model
+from logra_jax.models.tokenizer import ChatTokenizer
+from logra_jax.rl.rewards import ReasoningGymReward, RewardPool
+from logra_jax.rl.tasks import Question, Task, reasoning_gym_task
+from logra_jax.rollout.local import LocalEngine
+from logra_jax.rollout.types import Completions, Sampling, common_prefix
+from logra_jax.training.schema import Config, default_cache_dir
+from logra_jax.training.step import Step, StepOptions, build_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The model's static parts, and what turns questions into responses with it.
+
+    Attributes:
+        graph: of the sketched model.
+        plain_graph: of its perturbed twin.
+        probes: zeros.
+        tokenizer: with the chat template.
+        engine: samples token ids.
+        system_prompt: before each question, or None.
+    """
+
+    graph: nnx.GraphDef
+    plain_graph: nnx.GraphDef
+    probes: nnx.State
+    tokenizer: ChatTokenizer
+    engine: LocalEngine
+    system_prompt: str | None
+
+    def respond(
+        self,
+        weights: nnx.State,
+        questions: Sequence[Question],
+        sampling: Sampling,
+        key: Key[Array, ""],
+    ) -> tuple[Completions, list[str]]:
+        """One completion for each question, as token ids and as text."""
+        prompts = [
+            encode_question(self.tokenizer, q, self.system_prompt) for q in questions
+        ]
+        full = nnx.merge_state(self.probes, weights)
+        completions = self.engine.generate(full, prompts, sampling, key)
+        ended = zip(completions.tokens, completions.lengths, strict=True)
+        return completions, [self.tokenizer.decode(row[:n]) for row, n in ended]
+
+
+def encode_question(
+    tokenizer: ChatTokenizer, question: Question, system_prompt: str | None
+) -> list[int]:
+    """The prompt's token ids: chat template, with a system message where one is set."""
+    messages = [{"role": "user", "content": question.text}]
+    if system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    return tokenizer.encode_chat(messages)
+
+
+def enable_compile_cache(config: Config) -> None:
+    """Keep compiled programs between runs, in the cache directory."""
+    cache = default_cache_dir(config) / "compiled"
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+
+
+def model_directory(config: Config) -> Path:
+    """The Hugging Face directory of ``model.path``, a packaged model converted first.
+
+    Raises:
+        ValueError: neither a directory nor a packaged model.
+    """
+    if is_packaged(config.model.path):
+        return packaged_model(config.model.path, default_cache_dir(config))
+    path = Path(config.model.path).expanduser()
+    if not path.is_dir():
+        raise ValueError(
+            "`model.path` must be a Hugging Face directory or the name of a packaged "
+            f"model, got {config.model.path!r}, which is neither."
+        )
+    return path
+
+
+def load_task(config: Config) -> Task:
+    """The questions of a run, split."""
+    task = config.task
+    return reasoning_gym_task(
+        task.name,
+        task.options,
+        size=task.size,
+        seed=task.seed,
+        held_out=task.held_out,
+    )
+
+
+def load_policy(
+    config: Config, task: Task, directory: Path
+) -> tuple[Policy, nnx.State]:
+    """Load and sketch the model; the static parts, and the weights.
+
+    Raises:
+        ValueError: the directory cannot be loaded, a bad rank or match, a prompt that
+            does not fit the context.
+    """
+    tokenizer = ChatTokenizer.load(directory)
+    model = load_decoder(
+        directory, dtype=jnp.dtype(config.model.dtype), remat=config.model.remat
+    )
+    shapes = model.config
+    if tokenizer.vocab_size > shapes.vocab_size:
+        raise ValueError(
+            f"The tokenizer of {str(directory)!r} must fit the model's `vocab_size` "
+            f"({shapes.vocab_size}), got ids up to {tokenizer.vocab_size - 1}."
+        )
+    model = sketch(model, config.sketch.rank, config.sketch.match, basis_of(config))
+    graph, probes, weights = nnx.split(model, Probe, ...)
+    plain_graph, _, _ = nnx.split(perturbed(model), Probe, ...)
+    prompts = [
+        encode_question(tokenizer, q, config.task.system_prompt)
+        for q in (*task.train, *task.held_out)
+    ]
+    longest, room = max(map(len, prompts)), config.rollout.max_new_tokens
+    if longest + room > shapes.max_positions:
+        raise ValueError(
+            "`rollout.max_new_tokens` and the longest prompt must fit the model's "
+            f"context of {shapes.max_positions} tokens, got {room} + {longest}."
+        )
+    engine = LocalEngine(
+        graph,
+        max_positions=shapes.max_positions,
+        eos_ids=tokenizer.eos_ids,
+        pad_id=tokenizer.pad_id,
+        prefix=common_prefix(prompts),
+        bucket=config.rollout.prompt_bucket,
+    )
+    policy = Policy(
+        graph, plain_graph, probes, tokenizer, engine, config.task.system_prompt
+    )
+    return policy, weights
+
+
+def basis_of(config: Config) -> Basis:
+    """The run's basis rule."""
+    return Basis(seed=config.seed, refresh=config.sketch.refresh)
+
+
+def build_rewards(config: Config) -> RewardPool:
+    """The pool of scoring processes."""
+    reward = config.reward
+    return RewardPool(
+        ReasoningGymReward(config.task.name, reward.answer, reward.partial),
+        workers=reward.workers,
+        timeout=reward.timeout,
+    )
+
+
+def build_optimizer(config: Config) -> optax.GradientTransformation:
+    """Sketches -> proposal: clip, RowAdam, learning rate."""
+    options = config.optimizer
+    clip = (
+        optax.identity()
+        if options.clip_norm is None
+        else optax.clip_by_global_norm(options.clip_norm)
+    )
+    return optax.chain(
+        clip,
+        scale_by_row_adam(options.b2, options.eps),
+        optax.scale_by_learning_rate(options.learning_rate),
+    )
+
+
+def build_controller(config: Config) -> optax.GradientTransformationExtraArgs:
+    """Proposal -> update within the KL budget."""
+    kl = config.kl
+    if kl.budget == "cosine":
+        steps = max(1, config.train.steps - 1)
+        budget = optax.cosine_decay_schedule(kl.start, steps, kl.end / kl.start)
+    else:
+        budget = kl.start if kl.budget == "constant" else None
+    return scale_by_predicted_kl(budget, kl.alpha_max)
+
+
+def build_training_step(
+    config: Config,
+    policy: Policy,
+    optimizer: optax.GradientTransformation,
+    controller: optax.GradientTransformationExtraArgs,
+) -> Step:
+    """The jitted update of this config."""
+    options = StepOptions(
+        basis=basis_of(config),
+        rounding=config.sketch.rounding,
+        temperature=config.rollout.temperature,
+        microbatch=config.train.microbatch,
+        kl_responses=config.kl.responses,
+        advantage=config.rl.advantage,
+        group=config.rl.responses_per_prompt,
+        baseline_decay=config.rl.baseline_decay,
+        clip_low=config.rl.clip_low,
+        clip_high=config.rl.clip_high,
+    )
+    return build_step(
+        policy.graph, policy.plain_graph, policy.probes, optimizer, controller, options
+    )
+
+
+def sampling_of(config: Config) -> Sampling:
+    """How training responses are sampled."""
+    rollout = config.rollout
+    return Sampling(
+        rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens
+    )
+
+
+def repeat_to(items: Sequence[Question], count: int) -> list[Question]:
+    """``count`` items, going round ``items`` as often as it takes."""
+    return [items[i % len(items)] for i in range(count)]
+
+
+def stream_key(seed: int, stream: str, step: int) -> Key[Array, ""]:
+    """The PRNG key of one step of a stream ("rollout", "eval"): all of it in (seed, step)."""
+    key = jax.random.fold_in(jax.random.key(seed), {"rollout": 1, "eval": 2}[stream])
+    return jax.random.fold_in(key, np.uint32(step))

@@ -1,0 +1,221 @@
+"""A run's configuration, from a YAML file and `dotted.key=value` overrides.
+
+OmegaConf merges and converts, the dataclasses of `schema` check values.
+
+    config = load_config("configs/quickstart.yaml", ["train.steps=2", "sketch.rank=8"])
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from logra_jax.training.schema import (
+    Config,
+    EvalConfig,
+    KLConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RewardConfig,
+    RLConfig,
+    RolloutConfig,
+    SketchConfig,
+    TaskConfig,
+    TrainConfig,
+    default_cache_dir,
+    default_run_dir,
+    require,
+    show,
+)
+
+__all__ = [
+    "Config",
+    "EvalConfig",
+    "KLConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RLConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "SketchConfig",
+    "TaskConfig",
+    "TrainConfig",
+    "default_cache_dir",
+    "default_run_dir",
+    "load_config",
+    "to_yaml",
+]
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, apply `dotted.key=value` overrides, check everything.
+
+    Args:
+        path: the YAML file.
+        overrides: `key=value` strings; later ones win. Values are YAML, except that a
+            text field takes its text as it stands.
+
+    Raises:
+        ValueError: one sentence that names the field, the rule and the value received.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    path = Path(path)
+    layers = [{"name": path.stem}, _read_yaml(path)]
+    layers += [_parse_override(text) for text in overrides]
+    for layer in layers:
+        _check_tree(layer, Config, "")
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), *layers)
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ValueError(_explain(error, layers)) from None
+    assert isinstance(config, Config)
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """The YAML text from which `load_config` rebuilds exactly this config."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    """The top-level mapping of a YAML file, interpolations left for the merge."""
+    import yaml
+    from omegaconf import DictConfig, OmegaConf
+
+    try:
+        tree = OmegaConf.load(path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or _one_line(error)
+        raise ValueError(f"Cannot read the config file `{path}`: {reason}.") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"`{path}` is not valid YAML: {_one_line(error)}.") from None
+    if not isinstance(tree, DictConfig):
+        raise ValueError(f"`{path}` must hold `key: value` lines, got a list.")
+    return typing.cast(dict[str, Any], OmegaConf.to_container(tree))
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    """`a.b=1` as {"a": {"b": 1}}."""
+    import yaml
+    from omegaconf import OmegaConf
+
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise ValueError(f"An override must look like `train.steps=2`, got {text!r}.")
+    try:
+        tree = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
+        parsed: Any = typing.cast(dict[str, Any], tree)["value"]
+    except yaml.YAMLError:
+        parsed = value
+    # Text stays text: `run_dir=1e5` is a directory's name, not a number.
+    if str in _alternatives(_leaf_type(key)) and not isinstance(parsed, str | None):
+        parsed = value
+    for part in reversed(key.split(".")):
+        parsed = {part: parsed}
+    return typing.cast(dict[str, Any], parsed)
+
+
+def _fields(kind: Any) -> dict[str, Any]:
+    """Names and types of a dataclass's fields."""
+    hints = typing.get_type_hints(kind)
+    return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
+
+
+def _leaf_type(key: str) -> Any:
+    """The type of the field at a dotted key, or None if there is no such field."""
+    kind: Any = Config
+    for part in key.split("."):
+        kind = _fields(kind).get(part) if dataclasses.is_dataclass(kind) else None
+    return kind
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    """The members of a union, or the type alone."""
+    union = isinstance(kind, types.UnionType)
+    return typing.get_args(kind) if union else (kind,)
+
+
+def _check_tree(tree: Mapping[str, Any], kind: Any, prefix: str) -> None:
+    """Refuse unknown keys, sections that are no mappings and texts that are not."""
+    known = _fields(kind)
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if key not in known:
+            raise ValueError(_unknown_key(name, prefix, known))
+        if dataclasses.is_dataclass(known[key]):
+            section = ", ".join(_fields(known[key]))
+            rule, remedy = "be a section", f"its keys are {section}"
+            require(isinstance(value, Mapping), name, value, rule, remedy)
+            _check_tree(value, known[key], f"{name}.")
+        elif str in _alternatives(known[key]):
+            rule, remedy = "be text", "put it in quotes"
+            require(isinstance(value, str | None), name, value, rule, remedy)
+
+
+def _unknown_key(name: str, prefix: str, siblings: Mapping[str, Any]) -> str:
+    """The sentence for a key that does not exist, with the nearest that does."""
+    leaf = name.rpartition(".")[2]
+    elsewhere = {key.rpartition(".")[2]: key for key in _all_keys(Config)}
+    near = [prefix + key for key in difflib.get_close_matches(leaf, siblings, 1)]
+    near += [elsewhere[k] for k in difflib.get_close_matches(leaf, elsewhere, 1, 0.75)]
+    if near:
+        return f"`{name}` is not a config key; did you mean `{near[0]}`?"
+    where = f"`{prefix[:-1]}`" if prefix else "a config"
+    return (
+        f"`{name}` is not a config key; the keys of {where} are {', '.join(siblings)}."
+    )
+
+
+def _all_keys(kind: Any, prefix: str = "") -> Iterator[str]:
+    """Every dotted key, sections included."""
+    for name, sub in _fields(kind).items():
+        yield prefix + name
+        if dataclasses.is_dataclass(sub):
+            yield from _all_keys(sub, f"{prefix}{name}.")
+
+
+def _explain(error: Any, layers: Sequence[Mapping[str, Any]]) -> str:
+    """One sentence for an OmegaConf error: the field, its type, the value received."""
+    from omegaconf.errors import MissingMandatoryValue, ValidationError
+
+    key = error.full_key or ""
+    kind = _leaf_type(key)
+    if isinstance(error, MissingMandatoryValue):
+        return f"`{key}` is missing: it has no default, give it in the file."
+    if not isinstance(error, ValidationError) or kind is None:
+        return f"The config cannot be read: {_one_line(error)}."
+    value: Any = None
+    for layer in layers:
+        node: Any = layer
+        for part in key.split("."):
+            node = node.get(part, value) if isinstance(node, Mapping) else value
+        value = node
+    return f"`{key}` must be {_describe(kind)}, got {show(value)}."
+
+
+def _describe(kind: Any) -> str:
+    """A type in words."""
+    if typing.get_origin(kind) is Literal:
+        return "one of " + ", ".join(typing.get_args(kind))
+    if isinstance(kind, types.UnionType):
+        return " or ".join(_describe(k) for k in typing.get_args(kind))
+    words = {
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        types.NoneType: "null",
+    }
+    return words.get(kind, "a mapping")
+
+
+def _one_line(message: object) -> str:
+    return " ".join(str(message).split()).rstrip(".")

@@ -1,0 +1,130 @@
+"""The record of a run: one JSON line a step in `metrics.jsonl`, and TensorBoard events.
+
+    with Journal(run_dir, resume_step=None) as journal:
+        journal.write(0, {"heldout/greedy": 0.42})
+    read_metrics(run_dir)  # [{"step": 0, "heldout/greedy": 0.42}]
+
+The same seed writes the same lines, bit for bit, except for what a clock or the
+machine decides: the keys under `seconds/` and `memory/` (see `deterministic`).
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+_FILE = "metrics.jsonl"
+_CLOCKED = ("seconds/", "memory/")
+
+
+class Journal:
+    """Appends metrics to a run directory; a line is on disk when `write` returns.
+
+    Args:
+        run_dir: the run directory; made if missing.
+        resume_step: None begins a new record; a step continues the one in `run_dir`
+            after it: lines of later steps, which the resumed run will write again, are
+            dropped, and so is a last line that a killed run left torn.
+
+    Raises:
+        ValueError: a new record is asked for where one exists, or one is resumed where
+            there is none or where a line other than the last is no JSON.
+    """
+
+    def __init__(self, run_dir: str | Path, *, resume_step: int | None):
+        from tensorboardX import SummaryWriter
+
+        run_dir = Path(run_dir)
+        path = run_dir / _FILE
+        if resume_step is None:
+            if path.exists():
+                raise ValueError(
+                    f"`run_dir` must not hold metrics yet, got {str(run_dir)!r}; "
+                    f"choose another, or continue that run with `resume={run_dir}`."
+                )
+            run_dir.mkdir(parents=True, exist_ok=True)
+        else:
+            _truncate(path, resume_step)
+        self._lines: IO[str] = path.open("a", encoding="utf-8")
+        # Steps from here on hide what a killed run wrote of them.
+        purge = None if resume_step is None else resume_step + 1
+        self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
+
+    def write(self, step: int, values: Mapping[str, float | int]) -> None:
+        """Record the metrics of one step; NaN and infinities become null."""
+        numbers = {key: _number(value) for key, value in values.items()}
+        self._lines.write(json.dumps({"step": step} | numbers, allow_nan=False) + "\n")
+        self._lines.flush()
+        for key, value in numbers.items():
+            if value is not None:
+                self._events.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        """Close both files; closing twice is fine."""
+        self._lines.close()
+        self._events.close()
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
+    """The lines of `metrics.jsonl`, in order; null reads as NaN.
+
+    A torn last line (the run was killed, or is writing) is left out.
+
+    Raises:
+        ValueError: there is no such file, or another line is no JSON.
+    """
+    path = Path(run_dir) / _FILE
+    if not path.is_file():
+        raise ValueError(
+            f"`run_dir` must hold {_FILE}, got {str(run_dir)!r}; give the directory of "
+            "a run that has started."
+        )
+    rows = []
+    *lines, _torn = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            raise ValueError(
+                f"Line {number} of `{path}` must be JSON, got {line[:40]!r}; delete "
+                "the line or restore the file."
+            ) from None
+        rows.append({k: math.nan if v is None else v for k, v in row.items()})
+    return rows
+
+
+def deterministic(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics that a seed determines: all but `seconds/` and `memory/`."""
+    return {k: v for k, v in values.items() if not k.startswith(_CLOCKED)}
+
+
+def _truncate(path: Path, last_step: int) -> None:
+    """Keep the steps up to `last_step`; a kill on the way leaves the old file whole."""
+    rows = read_metrics(path.parent)
+    lines = path.read_text(encoding="utf-8").split("\n")
+    kept = [
+        line for line, row in zip(lines, rows, strict=False) if row["step"] <= last_step
+    ]
+    aside = path.with_suffix(".jsonl.tmp")
+    aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    os.replace(aside, path)
+
+
+def _number(value: Any) -> float | int | None:
+    """A Python number from any scalar (numpy and JAX too), None if it is not finite."""
+    number = value.item() if hasattr(value, "item") else value
+    return number if math.isfinite(number) else None

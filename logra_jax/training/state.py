@@ -1,0 +1,61 @@
+"""What a run carries from step to step: all of it is in every checkpoint."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Bool, Float32, Int32
+
+from logra_jax.algorithm.predicted_kl import PredictedKLState
+from logra_jax.rl.advantages import RunningMean
+
+
+class TrainState(NamedTuple):
+    """State of a run. Its PRNG is a function of (seed, step), so ``step`` holds it."""
+
+    step: Int32[Array, ""]  # updates done
+    weights: nnx.State  # kernels, embeddings, norms and basis addresses, no probes
+    optimizer: optax.OptState  # sketch-shaped or smaller
+    controller: PredictedKLState
+    baseline: RunningMean
+
+
+class Batch(NamedTuple):
+    """One update's responses, split as the engine packed them."""
+
+    prefix: Int32[Array, " prefix"]  # common to all rows
+    prompts: Int32[Array, "batch suffix"]  # padded on the left
+    prompt_lengths: Int32[Array, " batch"]
+    completions: Int32[Array, "batch new"]
+    mask: Bool[Array, "batch new"]  # sampled tokens
+    logprobs: Float32[Array, "batch new"]  # the engine's, at the sampling temperature
+    rewards: Float32[Array, " batch"]
+
+
+def initial_state(
+    weights: nnx.State,
+    probes: nnx.State,
+    optimizer: optax.GradientTransformation,
+    controller: optax.GradientTransformation,
+) -> TrainState:
+    """The state before the first update."""
+    return TrainState(
+        jnp.zeros((), jnp.int32),
+        weights,
+        optimizer.init(probes),
+        controller.init(probes),
+        RunningMean.zero(),
+    )
+
+
+def rows(batch: Batch, select) -> Batch:
+    """``batch`` with ``select`` applied to every per-row array."""
+    return batch._replace(
+        **{
+            name: jax.tree.map(select, value)
+            for name, value in batch._asdict().items()
+            if name != "prefix"
+        }
+    )

@@ -1,0 +1,45 @@
+"""Shared by all tests: four CPU devices, strict rank promotion, keys, a real model."""
+
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+# Before JAX is imported: tests run on the CPU, on four devices, wherever they run.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+)
+
+import hypothesis
+import jax
+import pytest
+
+# The same examples every time, and no failure because the machine was busy.
+hypothesis.settings.register_profile(
+    "logra", deadline=None, derandomize=True, max_examples=25
+)
+hypothesis.settings.load_profile("logra")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def getkey(request: pytest.FixtureRequest) -> Callable[[], jax.Array]:
+    """A function that gives a new PRNG key at each call; the test's name seeds them."""
+    key = jax.random.key(zlib.crc32(request.node.name.encode()))
+
+    def get() -> jax.Array:
+        nonlocal key
+        key, new = jax.random.split(key)
+        return new
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir(request: pytest.FixtureRequest) -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face directory, converted once and kept."""
+    from logra_jax.models.packaged import packaged_model
+
+    assert request.config.cache is not None
+    return packaged_model("smollm2-135m-instruct", request.config.cache.mkdir("models"))

@@ -1,0 +1,126 @@
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from logra_jax import cli
+
+CONFIG = "model:\n  path: some-model\ntrain:\n  steps: 3\n"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(CONFIG)
+    return str(path)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """Stand-ins for what the commands call; each notes its arguments and returns 7."""
+    calls: list[tuple] = []
+
+    def stand_in(module: str, name: str) -> None:
+        def function(*args: object) -> int:
+            calls.append((name, *args))
+            return 7
+
+        monkeypatch.setitem(
+            sys.modules, module, types.SimpleNamespace(**{name: function})
+        )
+
+    stand_in("logra_jax.training.loop", "train")
+    stand_in("logra_jax.training.evaluate", "evaluate_command")
+    stand_in("logra_jax.training.checkpoint", "export_command")
+    stand_in("logra_jax.study.bench", "bench_rollout")
+    return calls
+
+
+def test_train_gets_the_config_with_its_overrides(config, calls):
+    assert cli.main(["train", config, "train.steps=2", "sketch.rank=8"]) == 7
+    [(name, given)] = calls
+    assert (name, given.train.steps, given.sketch.rank) == ("train", 2, 8)
+
+
+def test_bench_takes_its_flag_on_either_side_of_the_overrides(config, calls):
+    cli.main(["bench", "rollout", config, "seed=1", "--json"])
+    cli.main(["bench", "rollout", "--json", config, "seed=1"])
+    assert [(name, c.seed, json) for name, c, json in calls] == [
+        ("bench_rollout", 1, True)
+    ] * 2
+
+
+def test_eval_and_export_pass_their_arguments_on(calls):
+    assert cli.main(["eval", "runs/a", "eval.samples=9"]) == 7
+    assert cli.main(["export", "runs/a", "out"]) == 7
+    assert calls == [
+        ("evaluate_command", "runs/a", ["eval.samples=9"]),
+        ("export_command", "runs/a", "out"),
+    ]
+
+
+def test_bad_input_is_one_line_and_exit_code_2(config, calls, capsys):
+    assert cli.main(["train", config, "rollout.temprature=1"]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err == (
+        "logra: `rollout.temprature` is not a config key; did you mean "
+        "`rollout.temperature`?\n"
+    )
+    assert calls == []
+
+
+def test_traceback_flag_lets_the_error_through(config, calls):
+    with pytest.raises(ValueError, match="not a config key"):
+        cli.main(["train", "--traceback", config, "foo=1"])
+
+
+def test_missing_extra_is_named_with_the_command_that_installs_it(
+    config, monkeypatch, capsys
+):
+    monkeypatch.setitem(sys.modules, "omegaconf", None)
+    assert cli.main(["train", config]) == 2
+    assert capsys.readouterr().err == (
+        "logra: omegaconf is not installed; run `pip install 'logra-jax[train]'`.\n"
+    )
+
+
+def test_a_missing_module_of_our_own_is_not_blamed_on_the_user(config, monkeypatch):
+    monkeypatch.setitem(sys.modules, "logra_jax.training.loop", None)
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["train", config])
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["train"], ["fly"], ["bench"], ["export", "runs/a"]], ids=" ".join
+)
+def test_wrong_usage_exits_with_2(argv, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(argv)
+    assert exit_info.value.code == 2
+    assert "usage: logra" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "export", "bench rollout"])
+def test_help_has_an_example(command, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main([*command.split(), "--help"])
+    assert exit_info.value.code == 0
+    assert f"  logra {command} " in capsys.readouterr().out
+
+
+def test_module_and_console_script_are_the_same_command(tmp_path):
+    script = Path(sys.executable).with_name("logra")
+    for command in ([sys.executable, "-m", "logra_jax"], [str(script)]):
+        result = subprocess.run(
+            [*command, "train", str(tmp_path / "none.yaml")],
+            capture_output=True,
+            text=True,
+            env=os.environ,
+        )
+        assert result.returncode == 2
+        assert result.stderr.startswith("logra: Cannot read the config file")
+        assert result.stderr.count("\n") == 1

@@ -1,0 +1,233 @@
+import dataclasses
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from logra_jax.training.config import (
+    Config,
+    ModelConfig,
+    TaskConfig,
+    TrainConfig,
+    default_cache_dir,
+    default_run_dir,
+    load_config,
+    to_yaml,
+)
+
+REPOSITORY = Path(__file__).parents[2]
+MINIMAL = "model:\n  path: some-model\ntrain:\n  steps: 3\n"
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., Config]:
+    """Load a minimal config file with overrides."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(MINIMAL)
+    return lambda *overrides: load_config(path, overrides)
+
+
+def test_a_minimal_file_gets_every_default(load):
+    assert load() == Config(
+        name="tiny", model=ModelConfig(path="some-model"), train=TrainConfig(steps=3)
+    )
+
+
+def test_overrides_are_typed_and_the_last_one_wins(load):
+    config = load(
+        "train.steps=5", "train.steps=4", "optimizer.clip_norm=null", "seed=9"
+    )
+    assert (config.train.steps, config.optimizer.clip_norm, config.seed) == (4, None, 9)
+    config = load("task.options.min_terms=2", "task.options.max_terms=3", "kl.start=1")
+    assert config.task.options == {"min_terms": 2, "max_terms": 3}
+    assert isinstance(config.kl.start, float)
+
+
+@pytest.mark.parametrize(
+    "text", ["1e5", "007", "12", "true", "a: b", "two\nlines: 2", "{", "[1]", "x=y"]
+)
+def test_a_text_field_takes_its_text_as_it_stands(load, text):
+    assert load(f"run_dir={text}").run_dir == text
+
+
+def test_null_and_quotes_in_a_text_field_mean_what_yaml_says(load):
+    assert load("run_dir=null").run_dir is None
+    assert load("run_dir='null'").run_dir == "null"
+
+
+def test_every_config_file_of_the_repository_loads():
+    for path in (REPOSITORY / "configs").glob("*.yaml"):
+        assert load_config(path).name == path.stem
+
+
+@given(
+    steps=st.integers(1, 10**6),
+    eps=st.floats(1e-300, 1e300),
+    clip=st.none() | st.floats(1e-9, 1e9),
+    prompt=st.none() | st.text(st.characters(exclude_characters="$", codec="utf-8")),
+)
+def test_yaml_round_trip_is_exact(tmp_path_factory, steps, eps, clip, prompt):
+    config = Config(
+        name="round",
+        model=ModelConfig(path="1e5"),
+        train=TrainConfig(steps=steps),
+        task=TaskConfig(system_prompt=prompt, options={"a": [1, 2.5, "1e5", None]}),
+    )
+    optimizer = dataclasses.replace(config.optimizer, eps=eps, clip_norm=clip)
+    config = dataclasses.replace(config, optimizer=optimizer)
+    path = tmp_path_factory.mktemp("round") / "config.yaml"
+    path.write_text(to_yaml(config), encoding="utf-8")
+    assert load_config(path) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "rollout.temprature=1",
+            "`rollout.temprature` is not a config key; did you mean "
+            "`rollout.temperature`?",
+        ),
+        (
+            "learning_rate=1",
+            "`learning_rate` is not a config key; did you mean "
+            "`optimizer.learning_rate`?",
+        ),
+        (
+            "kl.budgte=none",
+            "`kl.budgte` is not a config key; did you mean `kl.budget`?",
+        ),
+        (
+            "eval.zzz=1",
+            "`eval.zzz` is not a config key; the keys of `eval` are samples, batch.",
+        ),
+        ("train.steps=many", "`train.steps` must be an integer, got 'many'."),
+        ("train.steps=1.5", "`train.steps` must be an integer, got 1.5."),
+        ("train.steps=null", "`train.steps` must be an integer, got null."),
+        (
+            "sketch.refresh=maybe",
+            "`sketch.refresh` must be true or false, got 'maybe'.",
+        ),
+        (
+            "model.dtype=fp8",
+            "`model.dtype` must be one of bfloat16, float32, got 'fp8'.",
+        ),
+        ("optimizer.clip_norm=x", "`optimizer.clip_norm` must be a number or null, "),
+        ("task.options=3", "`task.options` must be a mapping, got 3."),
+        ("eval=3", "`eval` must be a section, got 3; its keys are samples, batch."),
+        (
+            "train.steps",
+            "An override must look like `train.steps=2`, got 'train.steps'.",
+        ),
+        (
+            "seed=${nope}",
+            "The config cannot be read: Interpolation key 'nope' not found",
+        ),
+    ],
+)
+def test_an_override_that_does_not_fit_is_one_sentence(load, override, message):
+    assert sentence(lambda: load(override)).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        ("seed=-1", "lie in [0, 2**32)"),
+        ("model.path=''", "name a model"),
+        ("sketch.rank=0", "be at least 1"),
+        ("sketch.match=(", "be a regular expression"),
+        ("optimizer.learning_rate=0", "be positive and finite"),
+        ("optimizer.b2=1", "lie in [0, 1)"),
+        ("optimizer.eps=nan", "be positive and finite"),
+        ("optimizer.clip_norm=0", "be positive and finite"),
+        ("kl.start=0", "be positive and finite"),
+        ("kl.end=-1", "be positive and finite"),
+        ("kl.alpha_max=inf", "be positive and finite"),
+        ("kl.responses=0", "be at least 1"),
+        ("kl.responses=65", "be at most `train.batch` (64)"),
+        ("kl.realised_every=0", "be at least 1"),
+        ("task.size=1", "be at least 2"),
+        ("task.held_out=1", "lie strictly between 0 and 1"),
+        ("task.seed=4294967296", "lie in [0, 2**32)"),
+        ("reward.workers=0", "be at least 1"),
+        ("reward.timeout=0", "be positive and finite"),
+        ("rollout.temperature=0", "be positive and finite"),
+        ("rollout.top_p=0", "lie in (0, 1]"),
+        ("rollout.top_k=-1", "be at least 0"),
+        ("rollout.max_new_tokens=0", "be at least 1"),
+        ("rollout.prompt_bucket=0", "be at least 1"),
+        ("rl.responses_per_prompt=3", "divide `train.batch` (64), got 3; 2 does"),
+        ("rl.baseline_decay=1", "lie in [0, 1)"),
+        ("rl.clip_low=1", "lie in (0, 1)"),
+        ("rl.clip_high=0", "be positive and finite"),
+        ("train.steps=0", "be at least 1"),
+        ("train.microbatch=24", "divide `train.batch` (64), got 24; 16 does"),
+        ("train.eval_every=0", "be at least 1"),
+        ("train.checkpoint_every=0", "be at least 1"),
+        ("train.target_accuracy=1.5", "lie in (0, 1]"),
+        ("train.keep_checkpoints=0", "be at least 1"),
+        ("eval.samples=0", "be at least 1"),
+        ("eval.batch=0", "be at least 1"),
+    ],
+)
+def test_a_value_out_of_range_names_its_field_and_the_rule(load, override, rule):
+    name = override.partition("=")[0]
+    assert sentence(lambda: load(override)).startswith(f"`{name}` must {rule}")
+
+
+def test_grpo_needs_a_group(load):
+    message = sentence(lambda: load("rl.advantage=grpo"))
+    assert message.startswith(
+        "`rl.responses_per_prompt` must be at least 2 when `rl.advantage` is grpo, got"
+    )
+    assert load("rl.advantage=grpo", "rl.responses_per_prompt=8")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "`model` is missing: it has no default"),
+        ("model: {}\ntrain: {steps: 1}\n", "`model.path` is missing"),
+        ("model: {path: 3}\n", "`model.path` must be text, got 3; put it in quotes."),
+        ("- 3\n", "`{path}` must hold `key: value` lines, got a list."),
+        ("3\n", "Cannot read the config file `{path}`"),
+        ("a: [\n", "`{path}` is not valid YAML"),
+        ("seed: 1\nseed: 2\n", "`{path}` is not valid YAML"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_one_sentence(tmp_path, text, message):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    expected = message.replace("{path}", str(path))
+    assert sentence(lambda: load_config(path)).startswith(expected)
+
+
+def test_a_file_that_is_not_there_is_one_sentence(tmp_path):
+    path = tmp_path / "none.yaml"
+    assert sentence(lambda: load_config(path)) == (
+        f"Cannot read the config file `{path}`: No such file or directory."
+    )
+
+
+def test_default_directories(load, monkeypatch):
+    now = datetime(2026, 1, 2, 3, 4, 5)
+    assert default_run_dir(load(), now) == Path("runs/tiny-20260102-030405")
+    assert default_run_dir(load("run_dir=here"), now) == Path("here")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert default_cache_dir(load()) == Path("/caches/logra_jax")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_cache_dir(load()) == Path.home() / ".cache" / "logra_jax"
+    assert default_cache_dir(load("cache_dir=there")) == Path("there")
+
+
+def sentence(call: Callable[[], object]) -> str:
+    """The message of the ValueError that `call` raises, checked to be one sentence."""
+    with pytest.raises(ValueError) as info:
+        call()
+    message = str(info.value)
+    assert "\n" not in message
+    assert message[-1] in ".?"
+    return message

@@ -1,0 +1,133 @@
+import io
+import time
+
+import pytest
+from rich.console import Console
+
+from logra_jax.training import display as display_module
+from logra_jax.training.display import Display
+
+VALUES = {
+    "reward": 0.53125,
+    "kl/predicted": 9.8e-3,
+    "kl/realised": 1.02e-2,
+    "alpha": 21.74,
+    "length/mean": 8.06,
+    "length/truncated": 0.125,
+    "seconds/rollout": 2.42,
+    "seconds/reward": 0.07,
+    "seconds/step": 6.5,
+}
+ACCURACY = {
+    "heldout/greedy": 0.4,
+    "heldout/greedy_se": 0.063,
+    "heldout/greedy_n": 60,
+    "heldout/sampled": 0.15,
+    "heldout/sampled_se": 0.022,
+    "heldout/sampled_n": 256,
+}
+
+
+def console(*, terminal: bool = False, width: int = 80) -> Console:
+    return Console(
+        file=io.StringIO(),
+        force_terminal=terminal,
+        force_interactive=terminal,
+        width=width,
+        highlight=False,
+        color_system=None,
+    )
+
+
+def text(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_log_gets_one_plain_line_a_step_under_a_head():
+    log = console()
+    with Display(24, console=log) as display:
+        display.step(0, ACCURACY)
+        display.step(1, VALUES)
+    groups, heads, before, row = text(log).splitlines()
+    assert "held-out" in groups
+    assert heads.split()[:4] == ["step", "reward", "greedy", "T=1"]
+    assert before.split() == ["0/24", "0.400", "0.150"]
+    assert row.split() == [
+        *("1/24", "0.531", "9.8e-3", "1.0e-2", "21.7", "8.1", "12%"),
+        *("2.4", "0.1", "6.5"),
+    ]
+    assert len(row) <= len(heads)
+    assert "\x1b" not in text(log)
+
+
+def test_the_head_comes_back_in_long_runs():
+    log = console()
+    with Display(100, console=log) as display:
+        for step in range(100):
+            display.step(step, VALUES)
+    assert text(log).count("reward") == 4
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_rows_fit_the_terminal(width):
+    terminal = console(terminal=True, width=width)
+    display = Display(24, console=terminal)
+    display.step(8, VALUES | ACCURACY | {"seconds/eval": 9.0})
+    lines = text(terminal).splitlines()
+    assert len(lines) == 3
+    assert max(map(len, lines)) <= width
+    assert ("6.5" in lines[-1]) == (width >= 80)
+
+
+def test_a_terminal_shows_phase_bar_and_time_left():
+    terminal = console(terminal=True)
+    with Display(24, console=terminal) as display, display.phase("rollout"):
+        for step in (1, 2, 3):
+            display.step(step, VALUES)
+        assert display._live is not None
+        display._live.refresh()
+    assert "rollout 0 s" in text(terminal)
+    assert "3/24" in text(terminal)
+    assert "left" in text(terminal)
+
+
+def test_a_slow_phase_speaks_up_in_a_log_and_a_quick_one_does_not(monkeypatch):
+    monkeypatch.setattr(display_module, "_FIRST_PATIENCE", 0.02)
+    log = console()
+    with Display(2, console=log) as display:
+        with display.phase("quick"):
+            pass
+        with display.phase("compiling"):
+            time.sleep(0.2)
+        # Known by now, so it may take its time.
+        with display.phase("compiling"):
+            time.sleep(0.05)
+    assert text(log).splitlines() == ["compiling …"]
+
+
+def test_a_phase_ends_when_its_block_raises():
+    display = Display(2, console=console())
+    outer = display._phase
+    with pytest.raises(KeyError), display.phase("rollout"):
+        raise KeyError
+    assert display._phase == outer
+
+
+def test_before_after_shows_accuracy_error_count_and_change():
+    log = console()
+    after = ACCURACY | {"heldout/greedy": 0.717, "heldout/sampled": 0.1}
+    Display(2, console=log).before_after(ACCURACY, after)
+    lines = text(log).splitlines()
+    rows = [" ".join(line.strip("│").split()) for line in lines if "│" in line]
+    assert rows == [
+        "sampling │ answers │ before │ after │ change",
+        "greedy │ 60 │ 0.400 ± 0.063 │ 0.717 ± 0.063 │ +0.317",
+        "T=1 │ 256 │ 0.150 ± 0.022 │ 0.100 ± 0.022 │ -0.050",
+    ]
+
+
+def test_a_note_is_written_as_it_stands():
+    log = console()
+    Display(2, console=log).note("results in runs/[bold]x " + "y" * 100)
+    assert text(log) == "results in runs/[bold]x " + "y" * 100 + "\n"
