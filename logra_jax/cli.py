@@ -94,7 +94,7 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from logra_jax.training.checkpoint import export_command
+    from logra_jax.training.export import export_command
 
     return export_command(args.run_dir, args.out_dir)
 

@@ -41,7 +41,8 @@ def merge(
         ``weights`` with kernels and addresses replaced, dtypes kept.
 
     Raises:
-        ValueError: an update for a layer that ``weights`` does not hold.
+        ValueError: an update for a layer that ``weights`` does not hold, or of another
+            shape than the layer's probe.
 
     Example:
         >>> import jax, logra_jax as logra
@@ -65,6 +66,13 @@ def merge(
                 f"{'.'.join(map(str, path))!r}, which has no kernel and address there."
             )
         w, words = flat[kernel], flat[address]
+        *stack, _, d = w.shape
+        if update.shape[:-1] != (*stack, d):
+            raise ValueError(
+                f"`updates` must have the shapes of the probes, got {update.shape} for "
+                f"{'.'.join(map(str, path))!r}, whose kernel {w.shape} needs "
+                f"{(*stack, d, 'rank')}."
+            )
         flat[kernel] = w.replace(
             _merge_stack(w[...], update[...], words[...], basis, rounding)
         )

@@ -26,7 +26,7 @@ class PredictedKLState(NamedTuple):
 
 
 def scale_by_predicted_kl(
-    budget: optax.ScalarOrSchedule | None, alpha_max: float = 1.0
+    budget: optax.ScalarOrSchedule | None, alpha_max: float | Array = 1.0
 ) -> optax.GradientTransformationExtraArgs:
     r"""Scale an update so that its predicted KL stays within a budget.
 
@@ -58,9 +58,11 @@ def scale_by_predicted_kl(
 
     Reference: LoGRA, arXiv:2610.06647 (predicted-KL step control).
     """
-    if not alpha_max > 0:
-        raise ValueError(f"`alpha_max` must be positive, got {alpha_max}.")
-    if budget is not None and not callable(budget) and not budget > 0:
+    # Arrays are values of the running program (optax.inject_hyperparams): unchecked.
+    if not isinstance(alpha_max, Array) and not 0 < alpha_max < float("inf"):
+        raise ValueError(f"`alpha_max` must be positive and finite, got {alpha_max}.")
+    fixed = budget is not None and not callable(budget)
+    if fixed and not isinstance(budget, Array) and not budget > 0:
         raise ValueError(
             f"`budget` must be positive (nats per token), got {budget}; pass None for "
             "no control."
@@ -192,6 +194,8 @@ def map_chunks(
     Returns:
         ``f``'s values, (tokens,).
     """
+    if chunk < 1:
+        raise ValueError(f"`chunk` must be at least 1 token, got {chunk}.")
     tokens = arrays[0].shape[0]
     chunks = -(-tokens // chunk)
     size = -(-tokens // chunks)

@@ -16,7 +16,7 @@ class RowAdamState(NamedTuple):
 
 
 def scale_by_row_adam(
-    b2: float = 0.95, eps: float = 1e-12
+    b2: float | Array = 0.95, eps: float | Array = 1e-12
 ) -> optax.GradientTransformation:
     r"""Scale each row of a sketch by a moving average of its squared magnitude.
 
@@ -32,6 +32,7 @@ def scale_by_row_adam(
     Args:
         b2: decay of the squared row magnitude, in ``[0, 1)``.
         eps: added to the root; tiny, because squared rows of a sketch are.
+            With 0 a row that was always zero stays zero.
 
     Returns:
         A transform whose updates keep the sketches' shapes and dtypes.
@@ -46,9 +47,10 @@ def scale_by_row_adam(
 
     Reference: LoGRA, arXiv:2610.06647 (RowAdam).
     """
-    if not 0.0 <= b2 < 1.0:
+    # Arrays are values of the running program (optax.inject_hyperparams): unchecked.
+    if not isinstance(b2, Array) and not 0.0 <= b2 < 1.0:
         raise ValueError(f"`b2` must be in [0, 1), got {b2}.")
-    if eps < 0.0:
+    if not isinstance(eps, Array) and not eps >= 0.0:
         raise ValueError(f"`eps` must not be negative, got {eps}.")
 
     def init(params: PyTree) -> RowAdamState:
@@ -64,13 +66,14 @@ def scale_by_row_adam(
             state.row_square,
         )
         correction = 1 - jnp.float32(b2) ** count
-        scaled = jax.tree.map(
-            lambda s, v: (
-                _float32(s) / (jnp.sqrt(v / correction) + eps)[..., None]
-            ).astype(s.dtype),
-            updates,
-            row_square,
-        )
+
+        def scale(s: Array, v: Array) -> Array:
+            root = jnp.sqrt(v / correction) + eps
+            return (_float32(s) / jnp.where(root > 0, root, 1.0)[..., None]).astype(
+                s.dtype
+            )
+
+        scaled = jax.tree.map(scale, updates, row_square)
         return scaled, RowAdamState(count, row_square)
 
     return optax.GradientTransformation(init, update)

@@ -14,7 +14,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-REMAT = ("none", "layer")
+# What each layer keeps for the backward pass: everything, the products of its matmuls
+# with weights, or only its input.
+REMAT = ("none", "dots", "layer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +122,9 @@ class Decoder(nnx.Module):
     Args:
         config: shapes and options.
         dtype: of the weights.
-        remat: ``"none"``, or ``"layer"`` to keep only each layer's input for backward.
+        activations: dtype of the activations, the weights' by default.
+        remat: what each layer keeps for the backward pass: ``"none"`` keeps everything,
+            ``"dots"`` the products with weights, ``"layer"`` only the layer's input.
         rngs: for random weights; build under ``nnx.eval_shape`` to load real ones.
     """
 
@@ -129,6 +133,7 @@ class Decoder(nnx.Module):
         config: DecoderConfig,
         *,
         dtype: DTypeLike = jnp.bfloat16,
+        activations: DTypeLike | None = None,
         remat: str = "none",
         rngs: nnx.Rngs,
     ):
@@ -154,6 +159,7 @@ class Decoder(nnx.Module):
                 rngs=rngs,
             )
         self.config = config
+        self.activations = jnp.dtype(dtype if activations is None else activations)
         self.remat = remat
 
     def __call__(
@@ -172,14 +178,14 @@ class Decoder(nnx.Module):
             positions: of each token; one row serves the whole batch.
             mask: ``[row, query, key]``, which present tokens each token sees.
             past: tokens computed before, all visible where their mask says so.
-            dtype: of the activations; the weights' by default.
+            dtype: of the activations in place of the model's own.
 
         Returns:
             Hidden states for :meth:`logits`, and a :class:`KV` of (layers, batch,
             time, kv_heads, head_dim).
         """
         embedding = self.embed_tokens.embedding[...]
-        h = embedding[tokens].astype(dtype or embedding.dtype)
+        h = embedding[tokens].astype(dtype or self.activations)
         rotary = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
         masks = [p.mask[:, None, :] for p in past]
         graph, weights = nnx.split(self.layers)
@@ -189,7 +195,10 @@ class Decoder(nnx.Module):
             past = tuple(zip(kvs, masks, strict=True))
             return nnx.merge(graph, weights)(h, rotary, mask, past)
 
-        if self.remat == "layer":
+        if self.remat == "dots":
+            policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+            layer = jax.checkpoint(layer, policy=policy)
+        elif self.remat == "layer":
             layer = jax.checkpoint(layer)
         h, present = jax.lax.scan(layer, h, (weights, [p.kv for p in past]))
         return self.norm(h), present

@@ -17,6 +17,14 @@ from jax.typing import DTypeLike
 from logra_jax.models.decoder import Decoder, DecoderConfig
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "rms_norm_eps",
+)
 _LEAF = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
 
 
@@ -40,12 +48,17 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         raise ValueError(f"`model_type` must be one of {MODEL_TYPES}, got {kind!r}.")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_kind = rope.get("rope_type", rope.get("type", "default"))
+    rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    layer_kinds = config.get("layer_types") or ()
     refused = {
         "hidden_act": config.get("hidden_act", "silu") != "silu",
         "rope_scaling": rope_kind != "default",
         "use_sliding_window": bool(config.get("use_sliding_window")),
         "mlp_bias": bool(config.get("mlp_bias")),
         "attention_bias": bool(config.get("attention_bias")),
+        "layer_types": any(kind != "full_attention" for kind in layer_kinds),
+        "partial_rotary_factor": rotated not in (None, 1),
+        "quantization_config": bool(config.get("quantization_config")),
     }
     for name, is_refused in refused.items():
         if is_refused:
@@ -53,6 +66,9 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
             raise ValueError(
                 f"`{name}` of config.json is not supported for {kind}, got {value!r}."
             )
+    missing = [name for name in _SIZES if config.get(name) is None]
+    if missing:
+        raise ValueError(f"`{missing[0]}` is missing from config.json.")
     heads = config["num_attention_heads"]
     return DecoderConfig(
         vocab_size=config["vocab_size"],
@@ -63,7 +79,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         max_positions=config.get("max_position_embeddings", 2048),
-        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta", 10_000.0)),
+        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 1e4),
         rms_norm_eps=config["rms_norm_eps"],
         tie_embeddings=config.get("tie_word_embeddings", False),
         qkv_bias=kind == "qwen2",
@@ -72,7 +88,11 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def load_decoder(
-    directory: str | Path, *, dtype: DTypeLike = jnp.bfloat16, remat: str = "none"
+    directory: str | Path,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    activations: DTypeLike | None = None,
+    remat: str = "none",
 ) -> Decoder:
     """The model in a Hugging Face directory, its layers stacked.
 
@@ -82,6 +102,7 @@ def load_decoder(
     Args:
         directory: holds config.json and model.safetensors, or its shards and index.
         dtype: that weights are cast to.
+        activations: see :class:`Decoder`.
         remat: see :class:`Decoder`.
 
     Raises:
@@ -90,7 +111,13 @@ def load_decoder(
     directory = Path(directory)
     config = read_config(directory)
     abstract = nnx.eval_shape(
-        lambda: Decoder(config, dtype=dtype, remat=remat, rngs=nnx.Rngs(0))
+        lambda: Decoder(
+            config,
+            dtype=dtype,
+            activations=activations,
+            remat=remat,
+            rngs=nnx.Rngs(0),
+        )
     )
     graph, state = nnx.split(abstract)
     with _SafetensorsReader(directory) as reader:
@@ -182,13 +209,13 @@ def _load_variable(
     for layer in _layers(path, shape):
         name = _name(model, path, layer)
         tensor = reader.read(name)
-        tensor = tensor.T if path[-1] == "kernel" else tensor
-        if tensor.shape != gathered[layer].shape:
+        target = gathered[layer].T if path[-1] == "kernel" else gathered[layer]
+        if tensor.shape != target.shape:
             raise ValueError(
-                f"`{name}` must have shape {gathered[layer].T.shape} by config.json, "
-                f"got {tensor.T.shape} in {str(reader.directory)!r}."
+                f"`{name}` must have shape {target.shape} by config.json, got "
+                f"{tensor.shape} in {str(reader.directory)!r}."
             )
-        gathered[layer] = tensor
+        target[...] = tensor
     return jnp.asarray(gathered)
 
 
@@ -200,7 +227,7 @@ class _SafetensorsReader:
         index = directory / "model.safetensors.index.json"
         single = directory / "model.safetensors"
         if index.exists():
-            self.files = _read_json(index)["weight_map"]
+            self.files = _read_json(index).get("weight_map", {})
         elif single.exists():
             self.files = None
         else:
@@ -250,11 +277,16 @@ def _copy_companions(source: Path, target: Path) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise ValueError(
             f"`{path.name}` must be in {str(path.parent)!r}, but is not; give a "
             "Hugging Face model directory."
         ) from None
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"`{path}` is not valid JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"`{path}` must hold a JSON object, got {type(value).__name__}."
+        )
+    return value

@@ -62,6 +62,10 @@ def grpo(
 
     Reference: GRPO, DeepSeekMath, arXiv:2402.03300.
     """
+    if group < 1 or rewards.shape[0] % group:
+        raise ValueError(
+            f"`group` must divide the batch of {rewards.shape[0]} rewards, got {group}."
+        )
     groups = rewards.astype(jnp.float32).reshape(-1, group)
     mean = jnp.mean(groups, -1, keepdims=True)
     deviation = jnp.std(groups, -1, keepdims=True)

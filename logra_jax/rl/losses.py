@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
+MAX_LOG_RATIO = 80.0  # nats; exp of it is finite in float32
+
 
 def ppo_clip(
     logprobs: Float[Array, "batch time"],
@@ -35,7 +37,8 @@ def ppo_clip(
     """
     # Padding may hold any log-probability: exp of it must not turn into inf * 0.
     log_ratio = jnp.where(mask, logprobs - sampled_logprobs, 0.0)
-    ratio = jnp.exp(log_ratio.astype(jnp.float32))
+    # Nor may a ratio beyond float32: the clipped branch would give inf * 0 backward.
+    ratio = jnp.exp(jnp.minimum(log_ratio.astype(jnp.float32), MAX_LOG_RATIO))
     advantage = advantages.astype(jnp.float32)[:, None]
     clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     objective = jnp.minimum(ratio * advantage, clipped * advantage)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -119,7 +118,10 @@ def load_policy(
     """
     tokenizer = ChatTokenizer.load(directory)
     model = load_decoder(
-        directory, dtype=jnp.dtype(config.model.dtype), remat=config.model.remat
+        directory,
+        dtype=config.model.dtype,
+        activations=config.model.activations,
+        remat=config.model.remat,
     )
     shapes = model.config
     if tokenizer.vocab_size > shapes.vocab_size:

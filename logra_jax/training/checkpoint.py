@@ -1,22 +1,34 @@
-"""Checkpoints with Orbax, resume, and export to a Hugging Face directory."""
+"""Checkpoints of a run with Orbax, and what a resumed run must agree with."""
 
 import dataclasses
 import os
+from typing import Any
 from pathlib import Path
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
 
-from logra_jax.models.hf import load_decoder, save_decoder
 from logra_jax.training.schema import Config
 from logra_jax.training.state import TrainState
 
 CONFIG_FILE = "config.yaml"
 _DIRECTORY = "checkpoints"
-# What a resumed run may change: how long it goes on and what it reports.
-_FREE = ("name", "run_dir", "resume", "cache_dir", "train", "eval", "reward")
+# What a resumed run may change: how long it goes on, how often it looks, where it is.
+_FREE = (
+    "name",
+    "run_dir",
+    "resume",
+    "cache_dir",
+    "model.path",
+    "train.steps",
+    "train.eval_every",
+    "train.checkpoint_every",
+    "train.target_accuracy",
+    "train.keep_checkpoints",
+    "eval.",
+    "reward.workers",
+)
 
 
 class Checkpoints:
@@ -24,16 +36,19 @@ class Checkpoints:
 
     Args:
         run_dir: the run directory.
-        keep: how many to keep.
+        keep: how many to keep; None keeps all.
     """
 
     def __init__(self, run_dir: str | Path, keep: int | None = None):
-        # Everything is on disk when `save` returns: a step costs seconds, a file one.
+        self.run_dir = Path(run_dir)
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, enable_async_checkpointing=False
+            max_to_keep=keep,
+            # On disk when `save` returns: buffers are donated to the next step.
+            enable_async_checkpointing=False,
+            cleanup_tmp_directories=True,
         )
         self._manager = ocp.CheckpointManager(
-            (Path(run_dir) / _DIRECTORY).absolute(), options=options
+            (self.run_dir / _DIRECTORY).absolute(), options=options
         )
 
     @property
@@ -45,27 +60,51 @@ class Checkpoints:
         """Write ``state`` under its step, unless it is there already."""
         step = int(state.step)
         if step not in self._manager.all_steps():
-            self._manager.save(step, args=ocp.args.StandardSave(_to_tree(state)))
-            self._manager.wait_until_finished()
+            weights, rest = _to_trees(state)
+            items = ocp.args.Composite(
+                weights=ocp.args.StandardSave(weights), rest=ocp.args.StandardSave(rest)
+            )
+            self._manager.save(step, args=items)
 
     def restore(self, like: TrainState) -> TrainState:
         """The newest checkpoint, with the structure, dtypes and shapes of ``like``.
 
         Raises:
-            ValueError: there is none, or it does not fit.
+            ValueError: there is none.
         """
-        step = self.latest_step
-        if step is None:
+        weights, rest = map(_abstract, _to_trees(like))
+        items = ocp.args.Composite(
+            weights=ocp.args.StandardRestore(weights),
+            rest=ocp.args.StandardRestore(rest),
+        )
+        found = self._manager.restore(self._require_step(), args=items)
+        state = jax.tree.unflatten(
+            jax.tree.structure(like._replace(weights=None)), jax.tree.leaves(found.rest)
+        )
+        return state._replace(weights=_to_state(found.weights, like.weights))
+
+    def restore_weights(self, like: nnx.State) -> tuple[int, nnx.State]:
+        """The newest checkpoint's step and weights, nothing else.
+
+        Raises:
+            ValueError: there is none.
+        """
+        step = self._require_step()
+        weights = _abstract(nnx.to_pure_dict(like))
+        items = ocp.args.Composite(weights=ocp.args.StandardRestore(weights))
+        found = self._manager.restore(step, args=items)
+        return step, _to_state(found.weights, like)
+
+    def _require_step(self) -> int:
+        if self.latest_step is None:
             raise ValueError(
-                f"`resume` must name a run with a checkpoint, got "
-                f"{str(self._manager.directory.parent)!r}, which has none."
+                f"`run_dir` must hold a checkpoint, got {str(self.run_dir)!r}, which "
+                "has none yet."
             )
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _to_tree(like))
-        tree = self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
-        return _from_tree(tree, like)
+        return self.latest_step
 
     def close(self) -> None:
-        """Wait for what is pending and let go."""
+        """Let go of the directory."""
         self._manager.close()
 
     def __enter__(self) -> "Checkpoints":
@@ -89,38 +128,36 @@ def check_resumable(config: Config, stored: Config) -> None:
     Raises:
         ValueError: the first field that differs, with both values.
     """
-    ours, theirs = dataclasses.asdict(config), dataclasses.asdict(stored)
-    # The batch is part of what a step means; the rest of `train` is only length.
-    for field in ("batch", "microbatch"):
-        ours[field], theirs[field] = ours["train"][field], theirs["train"][field]
-    for name in ours.keys() - set(_FREE):
-        if ours[name] == theirs[name]:
+    ours, theirs = (_flat(dataclasses.asdict(c)) for c in (config, stored))
+    for key, value in ours.items():
+        if key.startswith(_FREE) or value == theirs.get(key):
             continue
-        if not isinstance(ours[name], dict):
-            key, new, old = name, ours[name], theirs[name]
-        else:
-            key, new, old = next(
-                (f"{name}.{k}", v, theirs[name].get(k))
-                for k, v in ours[name].items()
-                if v != theirs[name].get(k)
-            )
         raise ValueError(
-            f"`{key}` must stay {old!r} in a resumed run, got {new!r}; put it back or "
-            "start a new run."
+            f"`{key}` must stay {theirs.get(key)!r} in a resumed run, got {value!r}; "
+            "put it back or start a new run."
         )
 
 
-def restore_weights(run_dir: Path, like: nnx.State) -> tuple[int, nnx.State]:
-    """The newest checkpoint's step and weights, nothing else.
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        is_section = isinstance(value, dict)
+        flat |= _flat(value, f"{name}.") if is_section else {name: value}
+    return flat
 
-    Raises:
-        ValueError: no checkpoint there.
-    """
-    with Checkpoints(run_dir) as checkpoints:
-        step = checkpoints.latest_step
-        if step is None:
-            raise ValueError(
-                f"`run_dir` must hold a checkpoint, got {str(run_dir)!r}, which has "
-                "none yet."
-            )
-        ...
+
+def _to_trees(state: TrainState) -> tuple[dict[str, Any], list[jax.Array]]:
+    """The weights as nested dicts; the leaves of the rest, in order."""
+    rest = jax.tree.leaves(state._replace(weights=None))
+    return nnx.to_pure_dict(state.weights), rest
+
+
+def _to_state(tree: dict[str, Any], like: nnx.State) -> nnx.State:
+    state = jax.tree.map(lambda x: x, like)
+    nnx.replace_by_pure_dict(state, tree)
+    return state
+
+
+def _abstract(tree: Any) -> Any:
+    return jax.tree.map(ocp.utils.to_shape_dtype_struct, tree)

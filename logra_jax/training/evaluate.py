@@ -1,10 +1,10 @@
 """Held-out accuracy: every question greedily, and samples at temperature 1."""
 
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 from flax import nnx
 from jaxtyping import Array, Key
 
@@ -21,7 +21,7 @@ from logra_jax.training.assemble import (
     repeat_to,
     stream_key,
 )
-from logra_jax.training.checkpoint import CONFIG_FILE, restore_weights
+from logra_jax.training.checkpoint import CONFIG_FILE, Checkpoints
 from logra_jax.training.config import load_config
 from logra_jax.training.display import Display
 
@@ -66,7 +66,7 @@ def evaluate(
         pending = []
         for start in range(0, len(asked), batch):
             part = asked[start : start + batch]
-            key, batch_key = _split(key)
+            key, batch_key = jax.random.split(key)
             filled = repeat_to(part, batch)
             _, texts = policy.respond(weights, filled, sampling, batch_key)
             pending.append(rewards.submit(part, texts[: len(part)]))
@@ -77,13 +77,6 @@ def evaluate(
         result[f"heldout/{name}_se"] = math.sqrt(variance / len(values))
         result[f"heldout/{name}_n"] = len(values)
     return result
-
-
-def _split(key: Key[Array, ""]) -> tuple[Key[Array, ""], Key[Array, ""]]:
-    import jax
-
-    first, second = jax.random.split(key)
-    return first, second
 
 
 def evaluate_command(target: str, overrides: Sequence[str] = ()) -> int:
@@ -103,7 +96,8 @@ def evaluate_command(target: str, overrides: Sequence[str] = ()) -> int:
             policy, weights = load_policy(config, task, model_directory(config))
             step = 0
             if run_dir:
-                step, weights = restore_weights(run_dir, weights)
+                with Checkpoints(run_dir) as checkpoints:
+                    step, weights = checkpoints.restore_weights(weights)
         with display.phase("evaluating"):
             result = evaluate(
                 policy,
@@ -118,5 +112,4 @@ def evaluate_command(target: str, overrides: Sequence[str] = ()) -> int:
         for name, label in (("greedy", "greedy"), ("sampled", "T=1   ")):
             mean, se, n = (result[f"heldout/{name}{s}"] for s in ("", "_se", "_n"))
             display.note(f"held-out accuracy, {label}: {mean:.3f} ± {se:.3f} (n = {n})")
-        sys.stdout.flush()
     return 0

@@ -49,9 +49,12 @@ class ModelConfig:
     path: str
     """A Hugging Face directory, or the name of a packaged model."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Weights and activations."""
-    remat: Literal["none", "layer"] = "none"
-    """`layer` recomputes each layer in the backward pass: less memory, more time."""
+    """Of the weights."""
+    activations: Literal["bfloat16", "float32"] | None = None
+    """Of the activations; null is the weights' dtype. float32 is faster on most CPUs."""
+    remat: Literal["none", "dots", "layer"] = "none"
+    """What a layer keeps for the backward pass: everything, products with weights, or
+    only its input (least memory, most time)."""
 
     def __post_init__(self) -> None:
         """Check values."""
@@ -122,12 +125,10 @@ class KLConfig:
     """Budget of the first update, nats per token."""
     end: float = 1e-3
     """Budget of the last update, nats per token; `cosine` only."""
-    alpha_max: float = 1e4
+    alpha_max: float = 100.0
     """Largest factor by which a proposed step may be scaled."""
     responses: int = 8
     """Responses of the batch on which the KL is predicted."""
-    realised_every: int = 1
-    """Updates between two measurements of the KL that came of it."""
 
     def __post_init__(self) -> None:
         """Check values."""
@@ -135,7 +136,6 @@ class KLConfig:
         _positive("kl.end", self.end, "1e-3 nats per token is usual")
         _positive("kl.alpha_max", self.alpha_max)
         _at_least("kl.responses", self.responses, 1)
-        _at_least("kl.realised_every", self.realised_every, 1, "1 measures every step")
 
 
 @dataclass(frozen=True, kw_only=True)

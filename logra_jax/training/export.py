@@ -1,0 +1,56 @@
+"""A run's model as a Hugging Face directory."""
+
+import shutil
+from pathlib import Path
+
+from flax import nnx
+
+from logra_jax.models.hf import save_decoder
+from logra_jax.training.assemble import load_policy, load_task, model_directory
+from logra_jax.training.checkpoint import CONFIG_FILE, Checkpoints
+from logra_jax.training.config import load_config
+from logra_jax.training.display import Display
+
+MODEL_DIRECTORY = "model"
+
+
+def export_model(
+    graph: nnx.GraphDef, weights: nnx.State, source: Path, directory: Path
+) -> Path:
+    """Write the weights as a Hugging Face directory, in place of an earlier export.
+
+    Args:
+        graph: of the sketched model.
+        weights: all of its variables.
+        source: the directory the model came from (config, tokenizer).
+        directory: to write.
+    """
+    if directory.exists():
+        shutil.rmtree(directory)
+    return save_decoder(nnx.merge(graph, weights), directory, source=source)
+
+
+def export_command(run_dir: str | Path, out_dir: str | Path) -> int:
+    """``logra export``: the newest checkpoint of a run as a Hugging Face directory.
+
+    Raises:
+        ValueError: no run or no checkpoint there, or the output exists already.
+    """
+    run_dir, out_dir = Path(run_dir), Path(out_dir)
+    if out_dir.exists():
+        raise ValueError(
+            f"`out_dir` must not exist yet, got {str(out_dir)!r}; remove it or choose "
+            "another."
+        )
+    config = load_config(run_dir / CONFIG_FILE)
+    with Display(total_steps=0) as display:
+        with display.phase("loading the model"):
+            source = model_directory(config)
+            policy, weights = load_policy(config, load_task(config), source)
+        with display.phase("restoring the checkpoint"), Checkpoints(run_dir) as saved:
+            step, weights = saved.restore_weights(weights)
+        with display.phase("exporting"):
+            full = nnx.merge_state(policy.probes, weights)
+            export_model(policy.graph, full, source, out_dir)
+        display.note(f"step {step} exported to {out_dir}")
+    return 0

@@ -1,0 +1,327 @@
+"""The training loop: rollout, reward, update, and everything a run leaves behind."""
+
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from logra_jax.rl.rewards import RewardPool, Rewards
+from logra_jax.rl.tasks import Question, Task, draw
+from logra_jax.rollout.types import Completions
+from logra_jax.training.assemble import (
+    Policy,
+    build_controller,
+    build_optimizer,
+    build_rewards,
+    build_training_step,
+    enable_compile_cache,
+    load_policy,
+    load_task,
+    model_directory,
+    sampling_of,
+    stream_key,
+)
+from logra_jax.training.checkpoint import (
+    CONFIG_FILE,
+    Checkpoints,
+    check_resumable,
+    write_config,
+)
+from logra_jax.training.config import load_config, to_yaml
+from logra_jax.training.display import Display
+from logra_jax.training.evaluate import evaluate
+from logra_jax.training.export import MODEL_DIRECTORY, export_model
+from logra_jax.training.journal import Journal, read_metrics
+from logra_jax.training.plots import write_plots
+from logra_jax.training.schema import Config, default_run_dir
+from logra_jax.training.state import Batch, TrainState, initial_state
+
+_GIB = 2**30
+_LINUX_RSS_UNIT = 1024  # ru_maxrss is in KiB on Linux, in bytes on macOS
+
+
+def train(config: Config) -> int:
+    """Run, or resume, the training that ``config`` describes.
+
+    Everything lands in the run directory: ``config.yaml``, ``metrics.jsonl``,
+    TensorBoard events, plots, Orbax checkpoints, and the trained model as a Hugging
+    Face directory. SIGINT or SIGTERM ends the run after the update under way, with a
+    checkpoint; a run killed at any instant resumes from its newest one.
+
+    Returns:
+        The exit status: 0, or 128 + the signal's number.
+
+    Raises:
+        ValueError: one sentence on what is wrong with the config or its inputs.
+    """
+    enable_compile_cache(config)
+    run_dir = _prepare_run_dir(config)
+    with Display(config.train.steps) as display, build_rewards(config) as rewards:
+        rewards.warm()
+        task = load_task(config)
+        with display.phase("preparing the model"):
+            directory = model_directory(config)
+        with display.phase("loading the model"):
+            policy, weights = load_policy(config, task, directory)
+        run = _Run(config, run_dir, directory, task, policy, rewards, display)
+        del policy
+        return run.go(weights)
+
+
+def _prepare_run_dir(config: Config) -> Path:
+    """The run directory, with the config as run written into it.
+
+    Raises:
+        ValueError: resuming something that is no run, or another run than this; or
+            starting where a run already is.
+    """
+    if config.resume is None:
+        run_dir = default_run_dir(config, datetime.now())
+        if (run_dir / CONFIG_FILE).exists():
+            raise ValueError(
+                f"`run_dir` must not hold a run yet, got {str(run_dir)!r}; choose "
+                f"another, or continue that run with `resume={run_dir}`."
+            )
+    else:
+        run_dir = Path(config.resume)
+        stored = run_dir / CONFIG_FILE
+        if not stored.exists():
+            raise ValueError(
+                f"`resume` must name a run directory, got {config.resume!r}, which "
+                f"has no {CONFIG_FILE}."
+            )
+        check_resumable(config, load_config(stored))
+    write_config(run_dir, to_yaml(config))
+    return run_dir
+
+
+class _Run:
+    """One process's part of a run: the loop, and its timings of the step at hand."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        source: Path,
+        task: Task,
+        policy: Policy,
+        rewards: RewardPool,
+        display: Display,
+    ):
+        self.config = config
+        self.run_dir = run_dir
+        self.source = source
+        self.task = task
+        self.policy = policy
+        self.rewards = rewards
+        self.display = display
+        self.sampling = sampling_of(config)
+        self.optimizer = build_optimizer(config)
+        self.controller = build_controller(config)
+        self.step = build_training_step(
+            config, policy, self.optimizer, self.controller
+        )
+        self.began = time.monotonic()
+        self.seconds: dict[str, float] = {}
+
+    def go(self, weights: nnx.State) -> int:
+        """From the first (or restored) state to the last; the exit status."""
+        config, train = self.config, self.config.train
+        state = initial_state(
+            weights, self.policy.probes, self.optimizer, self.controller
+        )
+        del weights  # the state's buffers are donated: nothing else may hold them
+        with Checkpoints(self.run_dir, train.keep_checkpoints) as checkpoints:
+            saved = checkpoints.latest_step
+            if saved is not None:
+                with self._timed("checkpoint", "restoring the checkpoint"):
+                    state = checkpoints.restore(state)
+            # A run killed before its first checkpoint begins again, journal and all.
+            kept = -1 if saved is None else saved
+            with (
+                Journal(
+                    self.run_dir, resume_step=None if config.resume is None else kept
+                ) as journal,
+                _Interrupt() as interrupt,
+            ):
+                if saved is None:
+                    self._record(journal, 0, self._evaluate(state))
+                reached = self._reached()
+                while int(state.step) < train.steps and not (interrupt or reached):
+                    state, metrics = self._update(state)
+                    step = int(state.step)
+                    if step % train.eval_every == 0 or step == train.steps:
+                        metrics |= self._evaluate(state)
+                    self._record(journal, step, metrics)
+                    reached = self._reached(metrics)
+                    if step % train.checkpoint_every == 0:
+                        with self._timed("checkpoint", "checkpoint"):
+                            checkpoints.save(state)
+                with self._timed("checkpoint", "checkpoint"):
+                    checkpoints.save(state)
+            if interrupt:
+                self.display.note(
+                    f"stopped by {interrupt.name} after step {int(state.step)}, all of "
+                    f"it saved; continue with resume={self.run_dir}"
+                )
+                return 128 + interrupt.number
+        if reached and int(state.step) < train.steps:
+            self.display.note(
+                f"held-out accuracy reached {config.train.target_accuracy}: stopping"
+            )
+        self._finish(state)
+        return 0
+
+    def _update(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
+        """Sample, score, step: the next state, and the step's metrics."""
+        index = int(state.step)
+        questions = self._questions(index)
+        with self._timed("rollout", "rollout"):
+            completions, texts = self.policy.respond(
+                state.weights,
+                questions,
+                self.sampling,
+                stream_key(self.config.seed, "rollout", index),
+            )
+        with self._timed("reward", "reward"):
+            rewards = self.rewards.score(questions, texts)
+        with self._timed("step", "update"):
+            state, metrics = self.step(state, _to_batch(completions, rewards))
+            metrics = {name: float(value) for name, value in metrics.items()}
+        return state, _rollout_metrics(completions, rewards) | metrics
+
+    def _questions(self, step: int) -> list[Question]:
+        group = self.config.rl.responses_per_prompt
+        count = self.config.train.batch // group
+        drawn = draw(
+            self.task.train, count, seed=self.config.seed, start=step * count
+        )
+        return [question for question in drawn for _ in range(group)]
+
+    def _evaluate(self, state: TrainState) -> dict[str, float | int]:
+        with self._timed("eval", "evaluation"):
+            return evaluate(
+                self.policy,
+                state.weights,
+                self.rewards,
+                self.task.held_out,
+                stream_key(self.config.seed, "eval", int(state.step)),
+                samples=self.config.eval.samples,
+                batch=self.config.eval.batch,
+                max_new_tokens=self.config.rollout.max_new_tokens,
+            )
+
+    def _reached(self, metrics: dict | None = None) -> bool:
+        target = self.config.train.target_accuracy
+        if metrics is None:
+            rows = [r for r in read_metrics(self.run_dir) if "heldout/sampled" in r]
+            metrics = rows[-1]
+        return target is not None and metrics.get("heldout/sampled", -1.0) >= target
+
+    def _record(self, journal: Journal, step: int, metrics: dict) -> None:
+        """Journal and show one step; its phases' seconds start again from here."""
+        self.seconds["total"] = time.monotonic() - self.began
+        values = metrics | {f"seconds/{k}": v for k, v in self.seconds.items()}
+        values |= _memory()
+        self.seconds = {}
+        journal.write(step, values)
+        self.display.step(step, values)
+
+    def _finish(self, state: TrainState) -> None:
+        """Export the model, draw the plots, show what the run came to."""
+        with self.display.phase("exporting the model"):
+            export_model(
+                self.policy.graph,
+                nnx.merge_state(self.policy.probes, state.weights),
+                self.source,
+                self.run_dir / MODEL_DIRECTORY,
+            )
+        with self.display.phase("drawing plots"):
+            write_plots(self.run_dir)
+        rows = [r for r in read_metrics(self.run_dir) if "heldout/greedy" in r]
+        self.display.before_after(rows[0], rows[-1])
+        self.display.note(f"trained model: {self.run_dir / MODEL_DIRECTORY}")
+        self.display.note(f"metrics, plots, checkpoints: {self.run_dir}")
+
+    @contextmanager
+    def _timed(self, name: str, phase: str) -> Iterator[None]:
+        began = time.monotonic()
+        with self.display.phase(phase):
+            yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
+
+
+class _Interrupt:
+    """Truthy once SIGINT or SIGTERM came; a second one ends the process as usual."""
+
+    def __init__(self):
+        self.number = 0
+        self._before: dict[int, object] = {}
+
+    @property
+    def name(self) -> str:
+        return signal.Signals(self.number).name
+
+    def __bool__(self) -> bool:
+        return self.number != 0
+
+    def __enter__(self) -> "_Interrupt":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._restore()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self.number = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+
+
+def _to_batch(completions: Completions, rewards: Rewards) -> Batch:
+    prompts = completions.prompts
+    return Batch(
+        prefix=jnp.asarray(prompts.prefix),
+        prompts=jnp.asarray(prompts.tokens),
+        prompt_lengths=jnp.asarray(prompts.lengths),
+        completions=jnp.asarray(completions.tokens),
+        mask=jnp.asarray(completions.mask),
+        logprobs=jnp.asarray(completions.logprobs),
+        rewards=jnp.asarray(rewards.values),
+    )
+
+
+def _rollout_metrics(completions: Completions, rewards: Rewards) -> dict[str, float]:
+    return {
+        "reward": float(np.mean(rewards.values)),
+        "reward/raised": rewards.raised,
+        "reward/timed_out": rewards.timed_out,
+        "length/mean": float(np.mean(completions.lengths)),
+        "length/truncated": float(np.mean(~completions.finished)),
+    }
+
+
+def _memory() -> dict[str, float]:
+    """Peak memory since the process began, GiB: host, and device where it says."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    unit = 1 if sys.platform == "darwin" else _LINUX_RSS_UNIT
+    values = {"memory/peak_rss_gib": peak * unit / _GIB}
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        values["memory/peak_device_gib"] = stats["peak_bytes_in_use"] / _GIB
+    return values

@@ -1,0 +1,124 @@
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from logra_jax.algorithm.basis import Basis, basis_matrix, random_signs
+
+NAME = "model.layers.3.self_attn.q_proj.weight"
+# Of the address (seed 1, step 2, NAME), by `threefry` below: they never change.
+GOLDEN_KEY = [28216977, 1844587685]
+GOLDEN_SIGNS = [[1, 1, -1, 1, 1, 1, -1, -1], [-1, 1, 1, 1, -1, 1, -1, 1]]
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
+
+def threefry(key: tuple[int, int], high: np.ndarray, low: np.ndarray):
+    """threefry2x32, 20 rounds, from its paper (Salmon et al., 2011): two words."""
+    k = (key[0], key[1], key[0] ^ key[1] ^ 0x1BD11BDA)
+    x, y = (np.asarray(v, np.uint64) for v in (high, low))
+    x, y = (x + k[0]) % 2**32, (y + k[1]) % 2**32
+    for block in range(5):
+        for turn in ROTATIONS[block % 2]:
+            x = (x + y) % 2**32
+            y = ((y << turn) | (y >> (32 - turn))) % 2**32 ^ x
+        x = (x + k[(block + 1) % 3]) % 2**32
+        y = (y + k[(block + 2) % 3] + block + 1) % 2**32
+    return x, y
+
+
+def fold_in(key: tuple[int, int], word: int) -> tuple[int, int]:
+    x, y = threefry(key, np.array(0), np.array(word))
+    return int(x), int(y)
+
+
+def words_of(basis: Basis, *address: int) -> np.ndarray:
+    key = basis.key(jnp.array(address, jnp.uint32))
+    return np.asarray(jax.random.key_data(key))
+
+
+@settings(max_examples=10)
+@given(*[st.integers(0, 2**32 - 1)] * 3)
+def test_key_of_an_address_is_seed_then_step_then_matrix_in_threefry(seed, step, crc):
+    expected = fold_in(fold_in((0, seed), step), crc)
+    np.testing.assert_array_equal(words_of(Basis(), seed, step, crc), expected)
+    fixed = fold_in(fold_in((0, seed), 0), crc)
+    np.testing.assert_array_equal(
+        words_of(Basis(refresh=False), seed, step, crc), fixed
+    )
+
+
+def test_signs_are_the_bits_of_threefry_words_counted_in_rows():
+    address = Basis(seed=7).address(NAME, step=5)
+    assert address == (7, 5, zlib.crc32(NAME.encode()))
+    rank, width = 3, 70  # three words a row, the last one cut
+    index = np.arange(rank * 3)
+    b0, b1 = threefry(fold_in(fold_in((0, 7), 5), address[2]), index * 0, index)
+    words = (b0 ^ b1).reshape(rank, 3)
+    key = Basis(seed=7).key(jnp.array(address, jnp.uint32))
+    np.testing.assert_array_equal(jax.random.bits(key, (rank, 3), jnp.uint32), words)
+    j = np.arange(width)
+    signs = 2.0 * (words[:, j // 32] >> (j % 32).astype(np.uint64) & 1) - 1
+    np.testing.assert_array_equal(random_signs(key, rank, width), signs)
+    np.testing.assert_allclose(
+        basis_matrix(key, rank, width), signs / np.sqrt(3), rtol=1e-6
+    )
+
+
+def test_one_address_keeps_its_golden_numbers():
+    words = words_of(Basis(), *Basis(seed=1).address(NAME, step=2))
+    np.testing.assert_array_equal(words, GOLDEN_KEY)
+    key = Basis().key(jnp.array(Basis(seed=1).address(NAME, step=2), jnp.uint32))
+    np.testing.assert_array_equal(random_signs(key, 2, 8), GOLDEN_SIGNS)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1])
+def test_a_traced_address_gives_the_key_of_a_python_seed(seed):
+    address = jnp.array(Basis(seed).address(NAME), jnp.uint32)
+    key = jax.jit(Basis().key)(address)
+    expected = jax.random.key(np.uint32(seed), impl="threefry2x32")
+    for word in (0, zlib.crc32(NAME.encode())):
+        expected = jax.random.fold_in(expected, np.uint32(word))
+    assert jnp.array_equal(jax.random.key_data(key), jax.random.key_data(expected))
+
+
+def test_key_is_threefry_whatever_the_default_generator():
+    with jax.default_prng_impl("rbg"):
+        words = words_of(Basis(), 1, 2, 3)
+    np.testing.assert_array_equal(words, words_of(Basis(), 1, 2, 3))
+
+
+def test_seeds_steps_and_names_give_different_bases_unless_the_basis_is_fixed():
+    addresses = [(0, 0, 1), (1, 0, 1), (0, 1, 1), (0, 0, 2)]
+    keys = {tuple(words_of(Basis(), *a)) for a in addresses}
+    assert len(keys) == 4
+    fixed = {tuple(words_of(Basis(refresh=False), 0, s, 1)) for s in (0, 1, 9)}
+    assert fixed == {tuple(words_of(Basis(), 0, 0, 1))}
+
+
+@pytest.mark.parametrize("rank", [1, 4, 7])
+@pytest.mark.parametrize("width", [1, 31, 32, 33])
+def test_entries_are_signs_over_the_root_of_the_rank(rank, width, getkey):
+    a = basis_matrix(getkey(), rank, width)
+    assert a.shape == (rank, width)
+    assert a.dtype == jnp.float32
+    np.testing.assert_allclose(jnp.abs(a), rank**-0.5, rtol=1e-6)
+
+
+def test_signs_are_balanced_and_rows_and_columns_uncorrelated(getkey):
+    signs = np.asarray(random_signs(getkey(), 64, 4096))
+    assert abs(signs.mean()) < 4 / np.sqrt(signs.size)
+    correlation = signs @ signs.T / 4096 - np.eye(64)
+    assert np.abs(correlation).max() < 5 / np.sqrt(4096)
+    across = signs.T @ signs / 64 - np.eye(4096)
+    assert abs(np.mean(across)) < 1e-4
+    assert np.mean(across**2) == pytest.approx(1 / 64, rel=0.02)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_outside_32_bits_is_refused(seed):
+    with pytest.raises(ValueError, match="`seed` must be in"):
+        Basis(seed)
