@@ -170,7 +170,9 @@ def realised_kl(
     """
 
     def divergence(args):
-        before, after = (jax.nn.log_softmax(_scaled(head(h), temperature)) for h in args)
+        before, after = (
+            jax.nn.log_softmax(_scaled(head(h), temperature)) for h in args
+        )
         return jnp.sum(jnp.exp(before) * (before - after), -1)
 
     kl = map_chunks(divergence, (hidden_before, hidden_after), chunk)

@@ -11,7 +11,7 @@ forward mode gives the model's rate of change along an update ``w + (p A)ᵀ``
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,8 @@ class BasisAddress(nnx.Variable):
 
 def _project(x: Array, key: Array, rank: int) -> Array:
     """``x Aᵀ`` (..., r) in ``x``'s dtype: exact signs first, then ``1/sqrt(r)``."""
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key, impl="threefry2x32")
     signs = random_signs(key, rank, x.shape[-1], x.dtype)
     product = jnp.einsum(
         "...k,rk->...r",
@@ -145,7 +147,7 @@ class SketchedLinear(nnx.Module):
         probe: (..., d, r) float32 zeros.
         address: (..., 3) uint32, where ``A`` is drawn from.
         basis: static rule that turns the address into a key.
-        perturb: use the plain twin (forward mode, finite probes) instead.
+        plain: use the plain twin (forward mode, finite probes) instead.
     """
 
     def __init__(
@@ -156,20 +158,21 @@ class SketchedLinear(nnx.Module):
         addresses: Array,
     ):
         kernel = linear.kernel
-        *stack, k, d = kernel.shape
+        *stack, _, d = kernel.shape
         self.kernel = kernel
         self.bias = linear.bias
         self.probe = Probe(jnp.zeros((*stack, d, rank), jnp.float32))
         self.address = BasisAddress(addresses)
         self.basis = basis
         self.dtype = linear.dtype
-        self.perturb = False
+        self.plain = False
 
     def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... d"]:
+        """``x @ kernel + bias``, whose backward forms the sketch."""
         kernel = self.kernel[...]
         x = x.astype(self.dtype or jnp.promote_types(x.dtype, kernel.dtype))
         key = self.basis.key(self.address[...])
-        matmul = perturbed_matmul if self.perturb else sketched_matmul
+        matmul = perturbed_matmul if self.plain else sketched_matmul
         y = matmul(x, kernel, self.probe[...], key)
         if self.bias is not None:
             bias = self.bias[...].astype(y.dtype)
@@ -186,8 +189,8 @@ def sketch(
     """A copy of ``model`` whose matched linear layers are sketched.
 
     The copy shares the kernels' buffers. Layers stacked along leading axes (made by
-    ``nnx.vmap``, run by a scan) get one probe and one basis per layer. Differentiate
-    with respect to the probes only::
+    ``nnx.vmap``, run by a scan) get one probe and one basis per layer; a layer shared
+    by several parents stays shared. Differentiate with respect to the probes only::
 
         graph, probes, weights = nnx.split(model, logra.Probe, ...)
 
@@ -225,6 +228,7 @@ def sketch(
             f"`match` must hit at least one linear layer, got {match!r}, which hits "
             f"none of: {', '.join(sorted(linears)) or '(the model has none)'}."
         )
+    replacements: dict[int, SketchedLinear] = {}
     for path, linear in matched.items():
         *stack, k, d = linear.kernel.shape
         addresses = [
@@ -235,7 +239,8 @@ def sketch(
         sketched = SketchedLinear(linear, layer_rank, basis, jnp.asarray(words))
         if not path:
             return sketched  # the model itself was the linear layer
-        _replace(model, path, sketched)
+        replacements[id(linear)] = sketched
+    _replace(model, replacements)
     return model
 
 
@@ -248,7 +253,7 @@ def perturbed(model: Model) -> Model:
     model = nnx.clone(model)
     for _, module in nnx.iter_modules(model):
         if isinstance(module, SketchedLinear):
-            module.perturb = True
+            module.plain = True
     return model
 
 
@@ -279,12 +284,19 @@ def _rank_of(path: str, rank: int | Mapping[str, int], limit: int) -> int:
     return rank
 
 
-def _replace(model: nnx.Module, path: str, module: nnx.Module) -> None:
-    *parents, last = path.split(".")
-    owner: Any = model
-    for name in parents:
-        owner = owner[int(name)] if name.isdigit() else getattr(owner, name)
-    if last.isdigit():
-        owner[int(last)] = module
-    else:
-        setattr(owner, last, module)
+def _replace(model: nnx.Module, replacements: Mapping[int, SketchedLinear]) -> None:
+    """Put the replacement of each layer (by ``id``) wherever the layer is referred to.
+
+    A layer may be shared: left in one place, its gradient there would be lost silently.
+    """
+    for _, node in list(nnx.iter_graph(model)):
+        if isinstance(node, nnx.Pytree):
+            for name, value in list(vars(node).items()):
+                if id(value) in replacements:
+                    setattr(node, name, replacements[id(value)])
+    for path, linear in _linear_modules(model):
+        if id(linear) in replacements:
+            raise ValueError(
+                "`model` must hold its layers in modules, `nnx.List` or `nnx.Dict`, "
+                f"got {path!r} in another container, where it cannot be replaced."
+            )

@@ -49,7 +49,7 @@ class Past(NamedTuple):
     """Tokens computed earlier. Batch 1 means shared by all rows, computed once."""
 
     kv: KV
-    mask: Bool[Array, "batch time"]  # which of them are real tokens
+    mask: Bool[Array, "_ time"]  # which of them are real tokens; batch or 1 rows
 
 
 class Attention(nnx.Module):
@@ -165,8 +165,8 @@ class Decoder(nnx.Module):
     def __call__(
         self,
         tokens: Int[Array, "batch time"],
-        positions: Int[Array, "rows time"],
-        mask: Bool[Array, "rows time time"],
+        positions: Int[Array, "_ time"],
+        mask: Bool[Array, "_ time time"],
         past: Sequence[Past] = (),
         *,
         dtype: DTypeLike | None = None,
@@ -223,7 +223,7 @@ class Decoder(nnx.Module):
 
 def attend(
     q: Float[Array, "batch time heads head_dim"],
-    segments: Sequence[tuple[KV, Bool[Array, "rows queries keys"]]],
+    segments: Sequence[tuple[KV, Bool[Array, "_ _ _"]]],
 ) -> Float[Array, "batch time heads head_dim"]:
     """Attention of ``q`` over several segments of keys under one softmax.
 
@@ -271,7 +271,7 @@ def rotary_angles(
 
 def rotate(
     x: Float[Array, "batch time heads head_dim"],
-    angles: Float[Array, "rows time half"],
+    angles: Float[Array, "_ time half"],
 ) -> Float[Array, "batch time heads head_dim"]:
     """Rotate half-split pairs (Hugging Face's layout) by ``angles``."""
     cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]

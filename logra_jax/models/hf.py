@@ -148,7 +148,7 @@ def save_decoder(
         dtype: of the written tensors.
 
     Raises:
-        ValueError: ``directory`` exists already.
+        ValueError: ``directory`` exists already, or ``source`` has no config.json.
     """
     import ml_dtypes  # noqa: F401  numpy's bfloat16, which safetensors looks up by name
     from safetensors.numpy import save_file
@@ -159,13 +159,13 @@ def save_decoder(
             f"`directory` must not exist yet, got {str(directory)!r}; remove it or "
             "choose another."
         )
+    config = _read_json(source / "config.json")
+    config.pop("torch_dtype", None)
+    config["dtype"] = jnp.dtype(dtype).name
     aside = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}")
     aside.mkdir(parents=True)
     try:
         _copy_companions(source, aside)
-        config = _read_json(source / "config.json")
-        config.pop("torch_dtype", None)
-        config["dtype"] = jnp.dtype(dtype).name
         (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         tensors = {
             name: np.ascontiguousarray(value.astype(jnp.dtype(dtype)))

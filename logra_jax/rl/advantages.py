@@ -16,6 +16,7 @@ class RunningMean(NamedTuple):
 
     @classmethod
     def zero(cls) -> "RunningMean":
+        """State before the first batch."""
         return cls(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
 
 

@@ -25,7 +25,7 @@ class LocalEngine:
 
     Args:
         graph: graph definition of the decoder; its split must be one state.
-        config_of: the decoder itself, for its shapes.
+        max_positions: the model's context, in tokens.
         eos_ids: tokens that end a completion.
         pad_id: fills positions past the end.
         prefix: tokens common to all prompts, computed once per batch.
@@ -258,13 +258,13 @@ def _filter(z: Array, logprobs: Array, top_p: float, top_k: int) -> Array:
         threshold = lax.top_k(z, top_k)[0][:, -1:]
         logprobs = jnp.where(z >= threshold, logprobs, -jnp.inf)
     if top_p < 1.0:
-        descending = -jnp.sort(-jax.nn.softmax(logprobs), -1)
+        # Computed once: a threshold that misses its own token by a bit keeps nothing.
+        probabilities = lax.optimization_barrier(jax.nn.softmax(logprobs))
+        descending = -jnp.sort(-probabilities, -1)
         before = jnp.cumsum(descending, -1) - descending
         last = jnp.sum(before < top_p, -1, keepdims=True) - 1
         threshold = jnp.take_along_axis(descending, last, -1)
-        logprobs = jnp.where(
-            jax.nn.softmax(logprobs) >= threshold, logprobs, -jnp.inf
-        )
+        logprobs = jnp.where(probabilities >= threshold, logprobs, -jnp.inf)
     return logprobs
 
 
@@ -288,9 +288,12 @@ def _invert(weights: Float[Array, "batch n"], uniform: Float[Array, " batch"]):
     """The entry that ``uniform`` falls into, and where within it (0 to 1)."""
     above = jnp.cumsum(weights, -1)
     target = (uniform * above[:, -1])[:, None]
-    # Rounding must never pick an entry of weight 0: the last positive one bounds it.
-    last = jnp.max(jnp.where(weights > 0, jnp.arange(weights.shape[1])[None], 0), -1)
-    index = jnp.minimum(jnp.sum(above <= target, -1), last)
+    # Rounding must never pick an entry of weight 0: only positive ones are candidates,
+    # the last of them where rounding put the target past all.
+    entries = jnp.arange(weights.shape[1])[None]
+    last = jnp.max(jnp.where(weights > 0, entries, 0), -1)
+    reached = (weights > 0) & (above > target)
+    index = jnp.min(jnp.where(reached, entries, last[:, None]), -1)
     chosen = jnp.take_along_axis(weights, index[:, None], -1)
     below = jnp.take_along_axis(above, index[:, None], -1) - chosen
     within = (target - below) / jnp.maximum(chosen, jnp.finfo(weights.dtype).tiny)

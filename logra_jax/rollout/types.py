@@ -1,6 +1,7 @@
 """What goes into a rollout engine and what comes out: token ids, never text."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -28,9 +29,10 @@ class Sampling:
     max_new_tokens: int = 24
 
     def __post_init__(self):
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:  # NaN as well
             raise ValueError(
-                f"`temperature` must not be negative, got {self.temperature}."
+                "`temperature` must be finite and not negative, got "
+                f"{self.temperature}."
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"`top_p` must be in (0, 1], got {self.top_p}.")
@@ -81,9 +83,11 @@ class Engine(Protocol):
 
 def common_prefix(prompts: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The tokens all ``prompts`` start with, leaving at least one to each of them."""
+    if not prompts:
+        return ()
     shared = os.path.commonprefix([list(p) for p in prompts])
     shortest = min(len(p) for p in prompts)
-    return tuple(shared[: shortest - 1])
+    return tuple(shared[: max(shortest - 1, 0)])
 
 
 def pack_prompts(
@@ -105,8 +109,11 @@ def pack_prompts(
         limit: longest prompt in tokens that leaves room for the completion.
 
     Raises:
-        ValueError: a prompt that is empty, too long, or does not start with ``prefix``.
+        ValueError: no prompt, or one that is empty, too long, or does not start with
+            ``prefix``.
     """
+    if not prompts:
+        raise ValueError("`prompts` must hold at least one prompt, got none.")
     start = len(prefix)
     for i, prompt in enumerate(prompts):
         if len(prompt) <= start or tuple(prompt[:start]) != tuple(prefix):

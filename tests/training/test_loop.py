@@ -1,0 +1,209 @@
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from logra_jax.cli import main
+from logra_jax.training.journal import deterministic, read_metrics
+
+Run = Callable[..., Path]
+
+
+def journal(run_dir: Path) -> list[dict]:
+    return [deterministic(row) for row in read_metrics(run_dir)]
+
+
+def weights(run_dir: Path) -> bytes:
+    return (run_dir / "model" / "model.safetensors").read_bytes()
+
+
+def start(config: Path, *overrides: str) -> subprocess.Popen:
+    """A run in a process of its own, on one CPU device as users have it."""
+    env = os.environ | {"XLA_FLAGS": ""}
+    return subprocess.Popen(
+        [sys.executable, "-m", "logra_jax", "train", str(config), *overrides],
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def finish(process: subprocess.Popen) -> None:
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, output
+
+
+def await_step(run_dir: Path, step: int, process: subprocess.Popen) -> None:
+    """Wait until the journal holds the step; fail if the run ends before."""
+    deadline = time.monotonic() + 120
+    pattern = re.compile(rf'^{{"step": {step},', re.MULTILINE)
+    path = run_dir / "metrics.jsonl"
+    while not (path.exists() and pattern.search(path.read_text())):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+
+
+def test_a_run_leaves_everything_a_user_was_promised(tiny_run: Run):
+    run_dir = tiny_run("run")
+    names = {path.name for path in run_dir.iterdir()}
+    assert names >= {
+        "config.yaml",
+        "metrics.jsonl",
+        "tensorboard",
+        "checkpoints",
+        "model",
+        "accuracy.png",
+        "kl.png",
+        "length.png",
+        "cost.png",
+    }
+    rows = read_metrics(run_dir)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [r["step"] for r in rows if "heldout/greedy" in r] == [0, 2, 4]
+    assert all(row["kl/predicted"] > 0 for row in rows[1:])
+    assert {p.name for p in (run_dir / "model").iterdir()} >= {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+
+
+def test_predicted_kl_is_the_budget_and_realised_kl_follows_it(tiny_run: Run):
+    options = ["model.dtype=float32", "kl.budget=constant", "kl.start=1e-4"]
+    rows = read_metrics(tiny_run("run", *options))
+    for row in rows[1:]:
+        assert row["kl/predicted"] == pytest.approx(row["kl/budget"], rel=1e-4)
+        assert row["kl/realised"] == pytest.approx(row["kl/predicted"], rel=0.1)
+
+
+def test_same_seed_gives_the_same_metrics_and_weights_bit_for_bit(tiny_run: Run):
+    one, two, other = tiny_run("one"), tiny_run("two"), tiny_run("other", "seed=1")
+    assert journal(one) == journal(two)
+    assert weights(one) == weights(two)
+    assert weights(one) != weights(other)
+
+
+def test_training_moves_every_sketched_kernel_and_nothing_else(
+    tiny_run: Run, tiny_model_dir: Path
+):
+    import ml_dtypes  # noqa: F401
+    from safetensors.numpy import load_file
+
+    before = load_file(tiny_model_dir / "model.safetensors")
+    after = load_file(tiny_run("run") / "model" / "model.safetensors")
+    moved = {n for n in before if (before[n] != after[n]).any()}
+    assert moved == {n for n in before if n.endswith("_proj.weight")}
+
+
+def test_a_run_killed_between_checkpoints_resumes_to_the_same_weights(
+    tiny_config: Path, tmp_path: Path
+):
+    options = ["train.steps=6"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(start(tiny_config, f"run_dir={whole}", *options))
+    process = start(tiny_config, f"run_dir={killed}", *options)
+    await_step(killed, 3, process)
+    process.kill()
+    process.communicate()
+    assert not (killed / "model").exists()
+    finish(start(tiny_config, f"resume={killed}", *options))
+    assert weights(whole) == weights(killed)
+    assert journal(whole) == journal(killed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_run_can_go_on(
+    number: signal.Signals, tiny_config: Path, tmp_path: Path
+):
+    options = ["train.checkpoint_every=1000"]
+    run_dir = tmp_path / "run"
+    process = start(tiny_config, f"run_dir={run_dir}", "train.steps=1000", *options)
+    await_step(run_dir, 1, process)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 128 + number, output
+    assert f"resume={run_dir}" in output
+    done = read_metrics(run_dir)[-1]["step"]
+    steps = f"train.steps={done + 1}"
+    finish(start(tiny_config, f"resume={run_dir}", steps, *options))
+    assert [row["step"] for row in read_metrics(run_dir)] == list(range(done + 2))
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(tiny_run: Run):
+    run_dir = tiny_run("run")
+    before = journal(run_dir)
+    for checkpoint in (run_dir / "checkpoints").iterdir():
+        for path in sorted(checkpoint.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        checkpoint.rmdir()
+    tiny_run("unused", f"resume={run_dir}")
+    assert journal(run_dir) == before
+
+
+def test_a_finished_run_can_be_resumed_for_more_steps(tiny_run: Run):
+    run_dir = tiny_run("run", "kl.budget=constant")
+    short = weights(run_dir)
+    tiny_run("unused", f"resume={run_dir}", "kl.budget=constant", "train.steps=6")
+    assert [r["step"] for r in read_metrics(run_dir)] == list(range(7))
+    assert weights(run_dir) != short
+    whole = tiny_run("whole", "kl.budget=constant", "train.steps=6")
+    assert weights(run_dir) == weights(whole)
+
+
+def test_a_run_stops_early_when_it_reaches_its_target(tiny_run: Run):
+    # partial credit gives any text a little more than nothing
+    run_dir = tiny_run("run", "train.target_accuracy=0.001", "train.steps=50")
+    assert read_metrics(run_dir)[-1]["step"] < 50
+    assert (run_dir / "model").is_dir()
+
+
+def test_grpo_trains_on_groups(tiny_run: Run):
+    run_dir = tiny_run("run", "rl.advantage=grpo", "rl.responses_per_prompt=4")
+    assert read_metrics(run_dir)[-1]["step"] == 4
+
+
+BAD = {
+    "kl.respones=3": "kl.responses",
+    "sketch.rank=0": "sketch.rank",
+    "sketch.rank=33": r"`rank` must be in \[1, min\(k, d\)\]",
+    "sketch.match=nothing": "`match` must hit at least one",
+    "rollout.max_new_tokens=100000": "context of",
+    "task.held_out=0": "task.held_out",
+    "task.size=1": "task.size",
+    "task.name=chain_summ": "chain_sum",
+    "model.path=nowhere": "model.path",
+    "resume=nowhere": "resume",
+}
+
+
+@pytest.mark.parametrize("override", BAD)
+def test_bad_input_is_one_sentence_and_exit_status_2(
+    override: str,
+    tiny_config: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+):
+    run_dir = f"run_dir={tmp_path / 'run'}"
+    assert main(["train", str(tiny_config), run_dir, override]) == 2
+    error = capsys.readouterr().err
+    assert re.search(BAD[override], error)
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+
+
+def test_resuming_as_another_run_is_refused(tiny_run: Run, capsys):
+    run_dir = tiny_run("run")
+    with pytest.raises(ValueError, match=r"`seed` must stay 0 .* got 1"):
+        tiny_run("unused", f"resume={run_dir}", "seed=1")
+    with pytest.raises(ValueError, match="`run_dir` must not hold a run yet"):
+        tiny_run("run")
