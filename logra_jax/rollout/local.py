@@ -215,7 +215,9 @@ def prefill(
     first = width - prompt_lengths[:, None]
     positions = prefix.shape[0] + jnp.maximum(columns - first, 0)
     # A padded query sees itself, so that no softmax is over nothing.
-    is_token = (columns >= first)[:, None, :] | jnp.eye(tokens.shape[1], dtype=bool)[None]
+    is_token = (columns >= first)[:, None, :] | jnp.eye(tokens.shape[1], dtype=bool)[
+        None
+    ]
     mask = _causal(tokens.shape[1]) & is_token
     hidden, kv = model(tokens, positions, mask, shared, dtype=dtype)
     return hidden, kv, shared

@@ -1,8 +1,8 @@
 """What goes into a rollout engine and what comes out: token ids, never text."""
 
 import dataclasses
+import itertools
 import math
-import os
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -57,7 +57,9 @@ class Completions(NamedTuple):
 
     prompts: Prompts
     tokens: Int32[np.ndarray, "batch new"]
-    logprobs: Float32[np.ndarray, "batch new"]  # at the sampling temperature, unfiltered
+    logprobs: Float32[
+        np.ndarray, "batch new"
+    ]  # at the sampling temperature, unfiltered
     lengths: Int32[np.ndarray, " batch"]  # up to and including the end of sequence
     finished: Bool[np.ndarray, " batch"]  # an end of sequence came before the limit
 
@@ -85,9 +87,9 @@ def common_prefix(prompts: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The tokens all ``prompts`` start with, leaving at least one to each of them."""
     if not prompts:
         return ()
-    shared = os.path.commonprefix([list(p) for p in prompts])
-    shortest = min(len(p) for p in prompts)
-    return tuple(shared[: max(shortest - 1, 0)])
+    columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)
+    shared = itertools.takewhile(lambda column: len(set(column)) == 1, columns)
+    return tuple(column[0] for column in shared)
 
 
 def pack_prompts(

@@ -1,9 +1,9 @@
 """`logra bench rollout`: our engine against `transformers` `generate`, side by side.
 
 Same CPU, weights, dtype, prompts, number of new tokens and sampling (temperature 1,
-nothing filtered). Two figures: as a run samples, where each engine stops at its ends of
-sequence and is paid for the tokens it sampled up to them; and at full length, where ends
-of sequence are ignored and both sample exactly the same number of tokens.
+nothing filtered). Two figures: as a run samples, where each engine stops at its ends
+of sequence and is paid for the tokens it sampled up to them; and at full length, where
+ends of sequence are ignored and both sample exactly the same number of tokens.
 """
 
 import dataclasses
@@ -36,6 +36,9 @@ from logra_jax.training.schema import Config
 
 PROMPTS = 64
 REPETITIONS = 5
+# Calls before the timed ones: XLA compiles in the first, and in bfloat16 torch's second
+# can still be five times slower than its third.
+WARM_UPS = 3
 
 Generate = Callable[[int], int]  # a seed -> tokens sampled, ends of sequence included
 
@@ -45,12 +48,12 @@ class Timing:
     """One engine in one setting.
 
     Attributes:
-        first_seconds: of the first call: compilation and whatever else is done once.
+        warm_up_seconds: of the untimed calls; the first one compiles.
         seconds: of each repetition after it.
         tokens: sampled in each repetition, ends of sequence included, padding not.
     """
 
-    first_seconds: float
+    warm_up_seconds: tuple[float, ...]
     seconds: tuple[float, ...]
     tokens: tuple[int, ...]
 
@@ -81,7 +84,7 @@ def bench_rollout(
         config: its model, dtype, task and ``rollout.max_new_tokens`` are used.
         as_json: print one JSON object instead of a table.
         prompts: questions of the task's train split, in one batch.
-        repetitions: timed calls of each engine, interleaved, after one warm-up.
+        repetitions: timed calls of each engine, interleaved, after the warm-up.
 
     Raises:
         ValueError: `torch` or `transformers` is not installed, a bad model or task, a
@@ -193,13 +196,16 @@ def _sampled(completions: np.ndarray, eos_ids: tuple[int, ...]) -> int:
 def _compare(ours: Generate, theirs: Generate, repetitions: int) -> dict[str, Any]:
     """Time both in turns, so that a machine that slows down slows down both."""
     engines = {"logra": ours, "transformers": theirs}
-    first = {name: _time(generate, 0)[0] for name, generate in engines.items()}
+    warm_up = {
+        name: tuple(_time(generate, seed)[0] for seed in range(WARM_UPS))
+        for name, generate in engines.items()
+    }
     calls: dict[str, list[tuple[float, int]]] = {name: [] for name in engines}
-    for seed in range(1, repetitions + 1):
+    for seed in range(WARM_UPS, WARM_UPS + repetitions):
         for name, generate in engines.items():
             calls[name].append(_time(generate, seed))
     timings = {
-        name: Timing(first[name], *zip(*calls[name], strict=True)) for name in engines
+        name: Timing(warm_up[name], *zip(*calls[name], strict=True)) for name in engines
     }
     rates = {name: timing.tokens_per_second for name, timing in timings.items()}
     return {
@@ -276,7 +282,7 @@ def _print_tables(result: dict[str, Any]) -> None:
             timing = result[name][engine]
             table.add_row(
                 engine,
-                f"{timing['first_seconds']:.1f}",
+                f"{timing['warm_up_seconds'][0]:.1f}",
                 f"{timing['median_seconds']:.2f}",
                 f"{timing['median_tokens']:.0f}",
                 f"{timing['tokens_per_second']:.0f}",
@@ -284,6 +290,6 @@ def _print_tables(result: dict[str, Any]) -> None:
         console.print(table)
         console.print(f"ratio of tokens/s: {result[name]['ratio']:.2f}\n")
     console.print(
-        f"Medians of {setup['repetitions']} interleaved repetitions. The first call "
-        "compiles and is not among them."
+        f"Medians of {setup['repetitions']} interleaved repetitions after {WARM_UPS} "
+        "calls of each to warm up, of which the first compiles."
     )

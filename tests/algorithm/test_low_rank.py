@@ -136,7 +136,7 @@ def test_tiny_updates_survive_on_average_where_nearest_loses_them():
 def test_the_same_address_gives_the_same_weights_under_jit_and_eagerly():
     weights, updates = state_of(jnp.bfloat16)
     eager = merge(weights, updates, logra.Basis())
-    jitted = jax.jit(merge)(weights, updates)
+    jitted = jax.jit(merge, static_argnums=2)(weights, updates, logra.Basis())
     jax.tree.map(np.testing.assert_array_equal, eager, jitted)
 
 
@@ -248,7 +248,9 @@ def test_merge_works_in_place_one_layer_at_a_time():
     weights, probes = stacked(weights), stacked(probes)
     kernel = jax.ShapeDtypeStruct((layers, k, d), jnp.bfloat16)
     weights["kernel"] = weights["kernel"].replace(kernel)
-    compiled = jax.jit(merge, donate_argnums=0).lower(weights, probes).compile()
+    compiled = jax.jit(
+        lambda w, u: merge(w, u, logra.Basis()), donate_argnums=0
+    ).lower(weights, probes).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= 2 * layers * k * d  # every byte of the weights
     # a few layers' float32 and bits; before jax 0.12 also the bits of the weights once

@@ -116,7 +116,9 @@ def test_decode_with_a_cache_equals_prefill_position_by_position(model):
     _, kv, shared = run_prefill(model, PREFIX, tokens, lengths)
     first = 6 - lengths[:, None]
     columns = np.arange(9)[None]
-    cache = jax.tree.map(lambda c: jnp.pad(c, [(0, 0)] * 2 + [(0, 3)] + [(0, 0)] * 2), kv)
+    cache = jax.tree.map(
+        lambda c: jnp.pad(c, [(0, 0)] * 2 + [(0, 3)] + [(0, 0)] * 2), kv
+    )
 
     @jax.jit
     def decode(token, position, cache, written):
@@ -129,7 +131,9 @@ def test_decode_with_a_cache_equals_prefill_position_by_position(model):
         written = jnp.asarray((columns >= first) & (columns < column))
         hidden, kv = decode(new[:, t : t + 1], jnp.asarray(position), cache, written)
         close(hidden[:, 0], expected[:, column])
-        cache = jax.tree.map(lambda c, n, j=column: c.at[:, :, j].set(n[:, :, 0]), cache, kv)
+        cache = jax.tree.map(
+            lambda c, n, j=column: c.at[:, :, j].set(n[:, :, 0]), cache, kv
+        )
     real = np.broadcast_to(columns >= first, (3, 4, 9))
     close(np.asarray(cache.k)[real], np.asarray(all_kv.k)[real])
     close(np.asarray(cache.v)[real], np.asarray(all_kv.v)[real])
@@ -158,12 +162,12 @@ def test_remat_changes_neither_value_nor_gradient(model, remat):
 
 
 def test_unknown_remat_is_named():
-    with pytest.raises(ValueError, match="`remat` must be one of .* got 'some'"):
+    with pytest.raises(ValueError, match=r"`remat` must be one of .* got 'some'"):
         build("some")
 
 
 def test_float32_activations_over_bfloat16_weights_are_those_of_float32_weights(model):
-    """What is rounded is the weights alone: the trainer's and the engine's agreement."""
+    """Nothing but the weights is rounded."""
     half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), nnx.state(model))
     full = jax.tree.map(lambda a: a.astype(jnp.float32), half)
     graph = nnx.graphdef(model)

@@ -340,7 +340,16 @@ def kept_by(logits: np.ndarray, top_p: float, top_k: int) -> list[set[int]]:
 
 @pytest.mark.parametrize(
     ("top_p", "top_k"),
-    [(1.0, 5), (0.9, 0), (0.4, 0), (0.8, 6), (1e-6, 0), (1.0, 1), (1.0, VOCAB), (1.0, 999)],
+    [
+        (1.0, 5),
+        (0.9, 0),
+        (0.4, 0),
+        (0.8, 6),
+        (1e-6, 0),
+        (1.0, 1),
+        (1.0, VOCAB),
+        (1.0, 999),
+    ],
 )
 def test_filters_keep_exactly_their_set_and_logprobs_stay_unfiltered(
     getkey, top_p, top_k
@@ -357,7 +366,9 @@ def test_filters_keep_exactly_their_set_and_logprobs_stay_unfiltered(
 
     draw = jax.jit(lambda z, key: sample(z, jnp.float32(1.0), key, top_p, top_k))
     tokens, logprobs = draw(logits, getkey())
-    assert all(token in row for token, row in zip(tokens.tolist(), expected, strict=True))
+    assert all(
+        token in row for token, row in zip(tokens.tolist(), expected, strict=True)
+    )
     unfiltered = jax.nn.log_softmax(logits)[np.arange(32), tokens]
     np.testing.assert_allclose(logprobs, unfiltered, rtol=1e-5, atol=1e-5)
 
@@ -438,9 +449,7 @@ def test_real_model_answers_greedily_as_in_transformers(smollm2):
     )
     sampling = Sampling(0.0, max_new_tokens=10)
     out = engine.generate(weights, prompts, sampling, jax.random.key(0))
-    answers = [
-        row[:n].tolist() for row, n in zip(out.tokens, out.lengths, strict=True)
-    ]
+    answers = [row[:n].tolist() for row, n in zip(out.tokens, out.lengths, strict=True)]
     assert smollm2.tokenizer.decode(answers[0]) == "The capital of France is Paris."
 
     oracle = AutoModelForCausalLM.from_pretrained(

@@ -43,7 +43,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     LlamaForCausalLM(shapes).save_pretrained(root / "tiny")
     small.save(str(root / "tiny" / "tokenizer.json"))
     (root / "tiny" / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": "<end>", "chat_template": "{{ messages[-1].content }}"})
+        json.dumps(
+            {"eos_token": "<end>", "chat_template": "{{ messages[-1].content }}"}
+        )
     )
     (root / "tiny.yaml").write_text(
         f"model: {{path: {root / 'tiny'}, dtype: float32}}\n"
@@ -88,7 +90,8 @@ def test_at_full_length_both_sample_every_token(result):
 
 def test_compilation_is_in_the_first_call_alone(result):
     timing = result["sampled"]["logra"]
-    assert timing["first_seconds"] > max(timing["seconds"])
+    first, *others = timing["warm_up_seconds"]
+    assert first > 3 * max(*others, *timing["seconds"])
 
 
 def test_setup_says_what_was_compared(result):
@@ -142,5 +145,5 @@ def test_tokens_are_counted_to_the_first_end_of_sequence():
 
 
 def test_rate_is_the_median_of_rates():
-    timing = Timing(9.0, (1.0, 2.0, 4.0), (10, 10, 80))
+    timing = Timing((9.0,), (1.0, 2.0, 4.0), (10, 10, 80))
     assert timing.tokens_per_second == 10
