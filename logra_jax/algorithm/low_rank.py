@@ -132,7 +132,9 @@ def _merge_matrix(
     change = jnp.einsum("rk,dr->kd", signs, factor, precision=lax.Precision.HIGHEST)
     moved = w.astype(jnp.float32) + change
     if w.dtype == jnp.bfloat16 and rounding == "stochastic":
-        return round_stochastically(moved, rounding_bits(address, w.shape))
+        return round_stochastically(
+            moved, rounding_bits(address, (w.shape[0], w.shape[1]))
+        )
     return moved.astype(w.dtype)
 
 

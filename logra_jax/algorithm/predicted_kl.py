@@ -19,7 +19,7 @@ Head = Callable[[Array], Array]
 class PredictedKLState(NamedTuple):
     """State of :func:`scale_by_predicted_kl`; float32 scalars but for the count."""
 
-    count: Int32[Array, ""]  # updates seen
+    count: Int32[Array, ""]  # pyright: ignore  updates seen
     q: Float32[Array, ""]  # nats per token: KL of the unscaled proposal
     budget: Float32[Array, ""]  # nats per token
     alpha: Float32[Array, ""]  # factor that the last update was scaled by
@@ -61,8 +61,7 @@ def scale_by_predicted_kl(
     # Arrays are values of the running program (optax.inject_hyperparams): unchecked.
     if not isinstance(alpha_max, Array) and not 0 < alpha_max < float("inf"):
         raise ValueError(f"`alpha_max` must be positive and finite, got {alpha_max}.")
-    fixed = budget is not None and not callable(budget)
-    if fixed and not isinstance(budget, Array) and not budget > 0:
+    if isinstance(budget, float | int) and not budget > 0:
         raise ValueError(
             f"`budget` must be positive (nats per token), got {budget}; pass None for "
             "no control."
@@ -75,7 +74,7 @@ def scale_by_predicted_kl(
 
     def update(
         updates: PyTree,
-        state: PredictedKLState,
+        state: PyTree,
         params: PyTree | None = None,
         *,
         predicted_kl: Callable[[PyTree], Array] | Array | float | None = None,
@@ -102,7 +101,7 @@ def scale_by_predicted_kl(
             lambda u: jnp.where(alpha > 0, alpha * u, 0.0).astype(u.dtype),
             updates,
         )
-        count = optax.safe_increment(state.count)
+        count = jnp.asarray(optax.safe_increment(state.count))
         return scaled, PredictedKLState(count, q, delta, alpha)
 
     return optax.GradientTransformationExtraArgs(init, update)

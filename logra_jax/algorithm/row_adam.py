@@ -11,7 +11,7 @@ from jaxtyping import Array, Int32, PyTree
 class RowAdamState(NamedTuple):
     """State of :func:`scale_by_row_adam`."""
 
-    count: Int32[Array, ""]  # updates seen
+    count: Int32[Array, ""]  # pyright: ignore  updates seen
     row_square: PyTree  # float32 (..., d): moving mean square of each row
 
 
@@ -57,9 +57,9 @@ def scale_by_row_adam(
         rows = jax.tree.map(lambda p: jnp.zeros(p.shape[:-1], jnp.float32), params)
         return RowAdamState(jnp.zeros((), jnp.int32), rows)
 
-    def update(updates: PyTree, state: RowAdamState, params: PyTree | None = None):
+    def update(updates: PyTree, state: PyTree, params: PyTree | None = None):
         del params
-        count = optax.safe_increment(state.count)
+        count = jnp.asarray(optax.safe_increment(state.count))
         row_square = jax.tree.map(
             lambda s, v: b2 * v + (1 - b2) * jnp.mean(jnp.square(_float32(s)), -1),
             updates,

@@ -11,7 +11,7 @@ forward mode gives the model's rate of change along an update ``w + (p A)ᵀ``
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +72,7 @@ def _sketched_fwd(x, w, probe, key):
 def _sketched_bwd(residuals, g):
     x_projected, w = residuals
     if isinstance(g, jax.custom_derivatives.SymbolicZero):
-        g = jnp.zeros(g.shape, g.dtype)
+        g = jnp.zeros(g.shape, x_projected.dtype)
     dx = jnp.einsum("...d,kd->...k", g, w.astype(g.dtype))
     sketch = jnp.einsum(
         "nd,nr->dr",
@@ -238,7 +238,7 @@ def sketch(
         layer_rank = _rank_of(path, rank, limit=min(k, d))
         sketched = SketchedLinear(linear, layer_rank, basis, jnp.asarray(words))
         if not path:
-            return sketched  # the model itself was the linear layer
+            return cast(Model, sketched)  # the model itself was the linear layer
         replacements[id(linear)] = sketched
     _replace(model, replacements)
     return model

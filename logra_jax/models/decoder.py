@@ -57,9 +57,7 @@ class Attention(nnx.Module):
 
     def __init__(self, c: DecoderConfig, dtype: DTypeLike, rngs: nnx.Rngs):
         def linear(d_in: int, d_out: int, bias: bool) -> nnx.Linear:
-            return nnx.Linear(
-                d_in, d_out, use_bias=bias, param_dtype=dtype, rngs=rngs
-            )
+            return nnx.Linear(d_in, d_out, use_bias=bias, param_dtype=dtype, rngs=rngs)
 
         query, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         self.q_proj = linear(c.hidden_size, query, c.qkv_bias)
@@ -72,6 +70,7 @@ class Attention(nnx.Module):
         self.config = c
 
     def __call__(self, h, rotary, mask, past):
+        """Attention output, and the keys and values of the present tokens."""
         c = self.config
         heads = (*h.shape[:2], -1, c.head_dim)
         q = self.q_proj(h).reshape(heads)
@@ -89,15 +88,14 @@ class MLP(nnx.Module):
 
     def __init__(self, c: DecoderConfig, dtype: DTypeLike, rngs: nnx.Rngs):
         def linear(d_in: int, d_out: int) -> nnx.Linear:
-            return nnx.Linear(
-                d_in, d_out, use_bias=False, param_dtype=dtype, rngs=rngs
-            )
+            return nnx.Linear(d_in, d_out, use_bias=False, param_dtype=dtype, rngs=rngs)
 
         self.gate_proj = linear(c.hidden_size, c.intermediate_size)
         self.up_proj = linear(c.hidden_size, c.intermediate_size)
         self.down_proj = linear(c.intermediate_size, c.hidden_size)
 
     def __call__(self, h):
+        """``down(silu(gate(h)) * up(h))``."""
         return self.down_proj(jax.nn.silu(self.gate_proj(h)) * self.up_proj(h))
 
 
@@ -111,6 +109,7 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(c, dtype, rngs)
 
     def __call__(self, h, rotary, mask, past):
+        """The next hidden states, and the keys and values of the present tokens."""
         out, present = self.self_attn(self.input_layernorm(h), rotary, mask, past)
         h = h + out
         return h + self.mlp(self.post_attention_layernorm(h)), present
@@ -206,7 +205,7 @@ class Decoder(nnx.Module):
     def logits(
         self, hidden: Float[Array, "*tokens features"]
     ) -> Float[Array, "*tokens vocab"]:
-        """float32 logits of final hidden states; ask for a chunk of tokens at a time."""
+        """float32 logits of final hidden states; best a chunk of tokens at a time."""
         if self.config.tie_embeddings:
             head = self.embed_tokens.embedding[...].astype(hidden.dtype)
             return jnp.einsum(

@@ -1,4 +1,4 @@
-"""From a config to the parts of a run: model, engine, task, rewards, optimizer, step."""
+"""From a config to the parts of a run: model, engine, task, rewards, step."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -235,6 +235,6 @@ def repeat_to(items: Sequence[Question], count: int) -> list[Question]:
 
 
 def stream_key(seed: int, stream: str, step: int) -> Key[Array, ""]:
-    """The PRNG key of one step of a stream ("rollout", "eval"): all of it in (seed, step)."""
+    """The PRNG key of one step of a stream, "rollout" or "eval"."""
     key = jax.random.fold_in(jax.random.key(seed), {"rollout": 1, "eval": 2}[stream])
     return jax.random.fold_in(key, np.uint32(step))

@@ -2,8 +2,8 @@
 
 import dataclasses
 import os
-from typing import Any
 from pathlib import Path
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -32,7 +32,7 @@ _FREE = (
 
 
 class Checkpoints:
-    """The newest checkpoints of a run; each is whole (written aside, renamed) or absent.
+    """The newest checkpoints of a run; each is whole (written aside, renamed) or not.
 
     Args:
         run_dir: the run directory.
@@ -79,9 +79,10 @@ class Checkpoints:
         )
         found = self._manager.restore(self._require_step(), args=items)
         state = jax.tree.unflatten(
-            jax.tree.structure(like._replace(weights=None)), jax.tree.leaves(found.rest)
+            jax.tree.structure(like._replace(weights=None)),
+            jax.tree.leaves(found["rest"]),
         )
-        return state._replace(weights=_to_state(found.weights, like.weights))
+        return state._replace(weights=_to_state(found["weights"], like.weights))
 
     def restore_weights(self, like: nnx.State) -> tuple[int, nnx.State]:
         """The newest checkpoint's step and weights, nothing else.
@@ -93,7 +94,7 @@ class Checkpoints:
         weights = _abstract(nnx.to_pure_dict(like))
         items = ocp.args.Composite(weights=ocp.args.StandardRestore(weights))
         found = self._manager.restore(step, args=items)
-        return step, _to_state(found.weights, like)
+        return step, _to_state(found["weights"], like)
 
     def _require_step(self) -> int:
         if self.latest_step is None:

@@ -128,9 +128,7 @@ class _Run:
         self.sampling = sampling_of(config)
         self.optimizer = build_optimizer(config)
         self.controller = build_controller(config)
-        self.step = build_training_step(
-            config, policy, self.optimizer, self.controller
-        )
+        self.step = build_training_step(config, policy, self.optimizer, self.controller)
         self.began = time.monotonic()
         self.seconds: dict[str, float] = {}
 
@@ -203,9 +201,7 @@ class _Run:
     def _questions(self, step: int) -> list[Question]:
         group = self.config.rl.responses_per_prompt
         count = self.config.train.batch // group
-        drawn = draw(
-            self.task.train, count, seed=self.config.seed, start=step * count
-        )
+        drawn = draw(self.task.train, count, seed=self.config.seed, start=step * count)
         return [question for question in drawn for _ in range(group)]
 
     def _evaluate(self, state: TrainState) -> dict[str, float | int]:

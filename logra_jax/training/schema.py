@@ -51,7 +51,7 @@ class ModelConfig:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the weights."""
     activations: Literal["bfloat16", "float32"] | None = None
-    """Of the activations; null is the weights' dtype. float32 is faster on most CPUs."""
+    """Of the activations; null is the weights' dtype; CPUs like float32."""
     remat: Literal["none", "dots", "layer"] = "none"
     """What a layer keeps for the backward pass: everything, products with weights, or
     only its input (least memory, most time)."""

@@ -1,6 +1,6 @@
 """What a run carries from step to step: all of it is in every checkpoint."""
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def initial_state(
         jnp.zeros((), jnp.int32),
         weights,
         optimizer.init(probes),
-        controller.init(probes),
+        cast(PredictedKLState, controller.init(probes)),
         RunningMean.zero(),
     )
 

@@ -1,17 +1,21 @@
 """One update, pure and jitted: sketch, RowAdam, predicted KL, merge."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
 from logra_jax.algorithm.basis import Basis
 from logra_jax.algorithm.low_rank import merge
-from logra_jax.algorithm.predicted_kl import predict_kl, realised_kl
+from logra_jax.algorithm.predicted_kl import (
+    PredictedKLState,
+    predict_kl,
+    realised_kl,
+)
 from logra_jax.models.decoder import Decoder
 from logra_jax.models.logprobs import token_logprobs
 from logra_jax.rl.advantages import grpo, running_mean
@@ -78,6 +82,8 @@ def build_step(
         updates, controller_state = controller.update(
             proposal, state.controller, predicted_kl=q
         )
+        updates = cast(nnx.State, updates)
+        controller_state = cast(PredictedKLState, controller_state)
         weights = merge(
             state.weights, updates, options.basis, rounding=options.rounding
         )

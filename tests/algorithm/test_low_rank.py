@@ -248,9 +248,11 @@ def test_merge_works_in_place_one_layer_at_a_time():
     weights, probes = stacked(weights), stacked(probes)
     kernel = jax.ShapeDtypeStruct((layers, k, d), jnp.bfloat16)
     weights["kernel"] = weights["kernel"].replace(kernel)
-    compiled = jax.jit(
-        lambda w, u: merge(w, u, logra.Basis()), donate_argnums=0
-    ).lower(weights, probes).compile()
+    compiled = (
+        jax.jit(lambda w, u: merge(w, u, logra.Basis()), donate_argnums=0)
+        .lower(weights, probes)
+        .compile()
+    )
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= 2 * layers * k * d  # every byte of the weights
     # a few layers' float32 and bits; before jax 0.12 also the bits of the weights once

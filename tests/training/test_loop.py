@@ -51,8 +51,6 @@ def await_step(run_dir: Path, step: int, process: subprocess.Popen) -> None:
         time.sleep(0.01)
 
 
-
-
 def test_a_run_leaves_everything_a_user_was_promised(tiny_run: Run):
     run_dir = tiny_run("run")
     names = {path.name for path in run_dir.iterdir()}

@@ -189,8 +189,8 @@ def test_microbatching_does_not_change_the_update(tiny_model_dir: Path):
     for name, value in metrics_a.items():
         assert float(metrics_b[name]) == pytest.approx(float(value), rel=1e-4), name
     old = jax.tree.leaves(state.weights)
-    leaves = zip(jax.tree.leaves(a.weights), jax.tree.leaves(b.weights), old)
-    for new_a, new_b, before in leaves:
+    leaves = jax.tree.leaves(a.weights), jax.tree.leaves(b.weights), old
+    for new_a, new_b, before in zip(*leaves, strict=True):
         if jnp.issubdtype(before.dtype, jnp.floating):
             scale = float(jnp.max(jnp.abs(new_a - before)))
             assert float(jnp.max(jnp.abs(new_a - new_b))) <= 1e-3 * scale
