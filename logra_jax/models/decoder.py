@@ -138,6 +138,12 @@ class Decoder(nnx.Module):
     ):
         if remat not in REMAT:
             raise ValueError(f"`remat` must be one of {REMAT}, got {remat!r}.")
+        activations = jnp.dtype(dtype if activations is None else activations)
+        if jnp.promote_types(activations, dtype) != activations:
+            raise ValueError(
+                f"`activations` must be at least as wide as the weights "
+                f"({jnp.dtype(dtype).name}), got {activations.name}; leave it out."
+            )
 
         @nnx.split_rngs(splits=config.num_layers)
         @nnx.vmap(in_axes=(0,), out_axes=0)
@@ -158,7 +164,7 @@ class Decoder(nnx.Module):
                 rngs=rngs,
             )
         self.config = config
-        self.activations = jnp.dtype(dtype if activations is None else activations)
+        self.activations = activations
         self.remat = remat
 
     def __call__(

@@ -65,6 +65,13 @@ class ModelConfig:
             "name a model",
             "give a Hugging Face directory or a packaged name",
         )
+        require(
+            (self.dtype, self.activations) != ("float32", "bfloat16"),
+            "model.activations",
+            self.activations,
+            "be at least as wide as `model.dtype` (float32)",
+            "use null",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -161,6 +161,12 @@ def test_remat_changes_neither_value_nor_gradient(model, remat):
     jax.tree.map(lambda a, b: close(a, b, 1e-5), gradient(state, graph), expected)
 
 
+def test_activations_narrower_than_the_weights_are_refused():
+    narrow = {"dtype": jnp.float32, "activations": jnp.bfloat16}
+    with pytest.raises(ValueError, match="`activations` must be at least as wide"):
+        Decoder(CONFIG, **narrow, rngs=nnx.Rngs(0))
+
+
 def test_unknown_remat_is_named():
     with pytest.raises(ValueError, match=r"`remat` must be one of .* got 'some'"):
         build("some")

@@ -186,6 +186,11 @@ def test_grpo_needs_a_group(load):
     assert load("rl.advantage=grpo", "rl.responses_per_prompt=8")
 
 
+def test_activations_narrower_than_the_weights_are_refused(load):
+    with pytest.raises(ValueError, match=r"`model.activations` must be at least as"):
+        load("model.dtype=float32", "model.activations=bfloat16")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
