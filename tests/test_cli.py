@@ -34,7 +34,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
 
     stand_in("logra_jax.training.loop", "train")
     stand_in("logra_jax.training.evaluate", "evaluate_command")
-    stand_in("logra_jax.training.checkpoint", "export_command")
+    stand_in("logra_jax.training.export", "export_command")
     stand_in("logra_jax.study.bench", "bench_rollout")
     return calls
 

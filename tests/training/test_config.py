@@ -148,7 +148,6 @@ def test_an_override_that_does_not_fit_is_one_sentence(load, override, message):
         ("kl.alpha_max=inf", "be positive and finite"),
         ("kl.responses=0", "be at least 1"),
         ("kl.responses=65", "be at most `train.batch` (64)"),
-        ("kl.realised_every=0", "be at least 1"),
         ("task.size=1", "be at least 2"),
         ("task.held_out=1", "lie strictly between 0 and 1"),
         ("task.seed=4294967296", "lie in [0, 2**32)"),

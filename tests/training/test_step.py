@@ -143,7 +143,7 @@ def test_predicted_kl_is_the_true_kl_of_a_small_step_within_one_percent(real):
     mask = batch.mask.reshape(-1)
 
     @jax.jit
-    def measure(scale):
+    def measure(weights, scale):  # not closed over: jit would fold them in
         head = nnx.merge(graph, probes, weights).logits
         q, before = predict_kl(
             lambda p: _response_hidden(graph, p, weights, batch),
@@ -156,9 +156,9 @@ def test_predicted_kl_is_the_true_kl_of_a_small_step_within_one_percent(real):
         after = _response_hidden(graph, moved, weights, batch)
         return q, realised_kl(before, after, head, mask)
 
-    q, _ = measure(0.0)
+    q, _ = measure(weights, 0.0)
     alpha = np.sqrt(2e-4 / q)  # small enough to be quadratic, large enough for float32
-    _, true = measure(alpha)
+    _, true = measure(weights, alpha)
     assert float(true / (alpha**2 * q)) == pytest.approx(1.0, abs=0.01)
 
 
