@@ -1,0 +1,42 @@
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import logra_jax
+
+README = Path(__file__).parents[1] / "README.md"
+MODULES = [
+    module.name
+    for module in pkgutil.walk_packages(logra_jax.__path__, "logra_jax.")
+    if not module.name.endswith("__main__")
+]
+WITH_EXAMPLES = {
+    "logra_jax.algorithm.basis",
+    "logra_jax.algorithm.low_rank",
+    "logra_jax.algorithm.predicted_kl",
+    "logra_jax.algorithm.row_adam",
+    "logra_jax.algorithm.sketch",
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_in_docstrings_hold(name: str):
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.failed == 0
+    assert (result.attempted > 0) or (name not in WITH_EXAMPLES)
+
+
+def test_the_snippet_in_the_readme_trains():
+    (snippet,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    scope: dict = {}
+    exec(snippet, scope)
+    before = scope["nnx"].split(scope["model"], scope["logra"].Probe, ...)[2]
+    loss = [
+        scope["loss"](scope["probes"], w, scope["x"], scope["y"])
+        for w in (before, scope["weights"])
+    ]
+    assert loss[1] < loss[0]
