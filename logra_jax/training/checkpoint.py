@@ -20,7 +20,6 @@ _FREE = (
     "run_dir",
     "resume",
     "cache_dir",
-    "model.path",
     "train.steps",
     "train.eval_every",
     "train.checkpoint_every",
@@ -130,12 +129,12 @@ def check_resumable(config: Config, stored: Config) -> None:
         ValueError: the first field that differs, with both values.
     """
     ours, theirs = (_flat(dataclasses.asdict(c)) for c in (config, stored))
-    for key, value in ours.items():
-        if key.startswith(_FREE) or value == theirs.get(key):
+    for key in sorted(ours.keys() | theirs.keys()):  # an option may be in one alone
+        if key.startswith(_FREE) or ours.get(key) == theirs.get(key):
             continue
         raise ValueError(
-            f"`{key}` must stay {theirs.get(key)!r} in a resumed run, got {value!r}; "
-            "put it back or start a new run."
+            f"`{key}` must stay {theirs.get(key)!r} in a resumed run, got "
+            f"{ours.get(key)!r}; put it back or start a new run."
         )
 
 

@@ -79,6 +79,11 @@ class Journal:
         self.close()
 
 
+def has_metrics(run_dir: str | Path) -> bool:
+    """Whether a journal was begun there."""
+    return (Path(run_dir) / _FILE).is_file()
+
+
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """The lines of `metrics.jsonl`, in order; null reads as NaN.
 

@@ -41,7 +41,7 @@ from logra_jax.training.config import load_config, to_yaml
 from logra_jax.training.display import Display
 from logra_jax.training.evaluate import evaluate
 from logra_jax.training.export import MODEL_DIRECTORY, export_model
-from logra_jax.training.journal import Journal, read_metrics
+from logra_jax.training.journal import Journal, has_metrics, read_metrics
 from logra_jax.training.plots import write_plots
 from logra_jax.training.schema import Config, default_run_dir
 from logra_jax.training.state import Batch, TrainState, initial_state
@@ -65,7 +65,7 @@ def train(config: Config) -> int:
         ValueError: one sentence on what is wrong with the config or its inputs.
     """
     enable_compile_cache(config)
-    run_dir = _prepare_run_dir(config)
+    run_dir = _choose_run_dir(config)
     with Display(config.train.steps) as display, build_rewards(config) as rewards:
         rewards.warm()
         task = load_task(config)
@@ -73,13 +73,15 @@ def train(config: Config) -> int:
             directory = model_directory(config)
         with display.phase("loading the model"):
             policy, weights = load_policy(config, task, directory)
+        # Only now: a start that was refused leaves no run behind.
+        write_config(run_dir, to_yaml(config))
         run = _Run(config, run_dir, directory, task, policy, rewards, display)
         del policy
         return run.go(weights)
 
 
-def _prepare_run_dir(config: Config) -> Path:
-    """The run directory, with the config as run written into it.
+def _choose_run_dir(config: Config) -> Path:
+    """The run directory, new or to be continued; nothing is written yet.
 
     Raises:
         ValueError: resuming something that is no run, or another run than this; or
@@ -101,7 +103,6 @@ def _prepare_run_dir(config: Config) -> Path:
                 f"has no {CONFIG_FILE}."
             )
         check_resumable(config, load_config(stored))
-    write_config(run_dir, to_yaml(config))
     return run_dir
 
 
@@ -134,7 +135,7 @@ class _Run:
 
     def go(self, weights: nnx.State) -> int:
         """From the first (or restored) state to the last; the exit status."""
-        config, train = self.config, self.config.train
+        train = self.config.train
         state = initial_state(
             weights, self.policy.probes, self.optimizer, self.controller
         )
@@ -144,12 +145,8 @@ class _Run:
             if saved is not None:
                 with self._timed("checkpoint", "restoring the checkpoint"):
                     state = checkpoints.restore(state)
-            # A run killed before its first checkpoint begins again, journal and all.
-            kept = -1 if saved is None else saved
             with (
-                Journal(
-                    self.run_dir, resume_step=None if config.resume is None else kept
-                ) as journal,
+                Journal(self.run_dir, resume_step=self._kept_step(saved)) as journal,
                 _Interrupt() as interrupt,
             ):
                 if saved is None:
@@ -175,10 +172,19 @@ class _Run:
                 return 128 + interrupt.number
         if reached and int(state.step) < train.steps:
             self.display.note(
-                f"held-out accuracy reached {config.train.target_accuracy}: stopping"
+                f"held-out accuracy reached {train.target_accuracy}: stopping"
             )
         self._finish(state)
         return 0
+
+    def _kept_step(self, saved: int | None) -> int | None:
+        """The journal's last step to keep; None for a journal that is not there yet."""
+        if self.config.resume is None:
+            return None
+        if saved is not None:
+            return saved
+        # Killed before its first checkpoint: the run begins again, journal and all.
+        return -1 if has_metrics(self.run_dir) else None
 
     def _update(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
         """Sample, score, step: the next state, and the step's metrics."""

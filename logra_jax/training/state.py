@@ -2,7 +2,6 @@
 
 from typing import NamedTuple, cast
 
-import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
@@ -54,7 +53,7 @@ def rows(batch: Batch, select) -> Batch:
     """``batch`` with ``select`` applied to every per-row array."""
     return batch._replace(
         **{
-            name: jax.tree.map(select, value)
+            name: select(value)
             for name, value in batch._asdict().items()
             if name != "prefix"
         }

@@ -150,22 +150,22 @@ def _accumulate(
             "mismatch/mean": jnp.sum(mismatch) / tokens,
         }
 
-    def microbatch(total, inputs):
-        gradient, metrics = jax.grad(loss, has_aux=True)(probes, *inputs)
-        return jax.tree.map(jnp.add, total, (gradient, metrics)), None
-
     def split(a: Array) -> Array:
         return a.reshape(-1, options.microbatch, *a.shape[1:])
 
     zeros = {name: jnp.float32(0) for name in ("loss", "clip/share", "mismatch/mean")}
     parts = rows(batch, split)._replace(prefix=None)
 
-    def body(total, inputs):
+    def microbatch(total, inputs):
         part, advantages = inputs
-        return microbatch(total, (part._replace(prefix=batch.prefix), advantages))
+        part = part._replace(prefix=batch.prefix)
+        one = jax.grad(loss, has_aux=True)(probes, part, advantages)
+        return jax.tree.map(jnp.add, total, one), None
 
     (sketches, metrics), _ = jax.lax.scan(
-        body, (jax.tree.map(jnp.zeros_like, probes), zeros), (parts, split(advantages))
+        microbatch,
+        (jax.tree.map(jnp.zeros_like, probes), zeros),
+        (parts, split(advantages)),
     )
     return sketches, metrics
 

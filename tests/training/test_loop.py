@@ -1,5 +1,7 @@
+import dataclasses
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from logra_jax.cli import main
+from logra_jax.training.checkpoint import check_resumable
+from logra_jax.training.config import load_config
 from logra_jax.training.journal import deterministic, read_metrics
 
 Run = Callable[..., Path]
@@ -148,6 +152,23 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(tiny_run: Run):
     assert journal(run_dir) == before
 
 
+def test_a_run_killed_before_its_journal_begins_again(tiny_run: Run):
+    run_dir = tiny_run("run")
+    before = weights(run_dir)
+    for path in run_dir.iterdir():
+        if path.name != "config.yaml":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    tiny_run("unused", f"resume={run_dir}")
+    assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2, 3, 4]
+    assert weights(run_dir) == before
+
+
+def test_a_refused_start_leaves_no_run_behind(tiny_run: Run, tmp_path: Path):
+    with pytest.raises(ValueError, match="`match` must hit"):
+        tiny_run("run", "sketch.match=nothing")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_finished_run_can_be_resumed_for_more_steps(tiny_run: Run):
     run_dir = tiny_run("run", "kl.budget=constant")
     short = weights(run_dir)
@@ -203,5 +224,17 @@ def test_resuming_as_another_run_is_refused(tiny_run: Run, capsys):
     run_dir = tiny_run("run")
     with pytest.raises(ValueError, match=r"`seed` must stay 0 .* got 1"):
         tiny_run("unused", f"resume={run_dir}", "seed=1")
+    with pytest.raises(ValueError, match=r"`task.options.allow_negation` must stay"):
+        tiny_run("unused", f"resume={run_dir}", "task.options.allow_negation=true")
     with pytest.raises(ValueError, match="`run_dir` must not hold a run yet"):
         tiny_run("run")
+
+
+def test_an_option_left_out_of_a_resumed_run_is_noticed(tmp_path: Path):
+    options = {"min_terms": 2}
+    path = tmp_path / "a.yaml"
+    path.write_text("model: {path: some-model}\ntrain: {steps: 1}\n")
+    without = load_config(path)
+    task = dataclasses.replace(without.task, options=options)
+    with pytest.raises(ValueError, match=r"`task.options.min_terms` must stay 2"):
+        check_resumable(without, dataclasses.replace(without, task=task))
