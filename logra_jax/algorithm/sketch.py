@@ -11,6 +11,7 @@ forward mode gives the model's rate of change along an update ``w + (p A)ᵀ``
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TypeVar, cast
 
 import jax
@@ -20,7 +21,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Key, Shaped
 
-from logra_jax.algorithm.basis import Basis, random_signs
+from logra_jax.algorithm.basis import Basis, entry_scale, jax_entries
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -33,31 +34,29 @@ class BasisAddress(nnx.Variable):
     """The ``(seed, step, matrix)`` words (..., 3), uint32, that ``A`` is drawn from."""
 
 
-def _project(x: Array, key: Array, rank: int) -> Array:
-    """``x Aᵀ`` (..., r) in ``x``'s dtype: exact signs first, then ``1/sqrt(r)``."""
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key, impl="threefry2x32")
-    signs = random_signs(key, rank, x.shape[-1], x.dtype)
+def _project(x: Array, key: Array, rank: int, kind: str) -> Array:
+    """``x Aᵀ`` (..., r) in ``x``'s dtype: exact integer entries first, then scaled."""
+    entries = jax_entries(key, rank, x.shape[-1], kind, x.dtype)
     product = jnp.einsum(
         "...k,rk->...r",
         x,
-        signs,
+        entries,
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    return (product / jnp.sqrt(jnp.float32(rank))).astype(x.dtype)
+    return (product * entry_scale(kind, rank)).astype(x.dtype)
 
 
 def _matmul(x: Array, w: Array) -> Array:
     return x @ w.astype(x.dtype)
 
 
-@jax.custom_vjp
-def _sketched(x: Array, w: Array, probe: Array, key: Array) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _sketched(x: Array, w: Array, probe: Array, key: Array, kind: str) -> Array:
     return _matmul(x, w)
 
 
-def _sketched_fwd(x, w, probe, key):
+def _sketched_fwd(x, w, probe, key, kind):
     if w.perturbed:
         raise ValueError(
             "`w` of a sketched projection must not be differentiated, got a request "
@@ -66,10 +65,11 @@ def _sketched_fwd(x, w, probe, key):
         )
     rank = probe.value.shape[-1]
     y = _matmul(x.value, w.value)
-    return y, (_project(x.value, key.value, rank), w.value)
+    return y, (_project(x.value, key.value, rank, kind), w.value)
 
 
-def _sketched_bwd(residuals, g):
+def _sketched_bwd(kind, residuals, g):
+    del kind
     x_projected, w = residuals
     if isinstance(g, jax.custom_derivatives.SymbolicZero):
         g = jnp.zeros(g.shape, x_projected.dtype)
@@ -92,6 +92,7 @@ def sketched_matmul(
     w: Float[Array, "k d"],
     probe: Float[Array, "d r"],
     key: Key[Array, ""] | Shaped[Array, "2"],
+    kind: str = "rademacher",
 ) -> Float[Array, "... d"]:
     """``x @ w`` whose gradient with respect to ``probe`` is the sketch ``S = G Aᵀ``.
 
@@ -104,6 +105,7 @@ def sketched_matmul(
         w: kernel in JAX's (in, out) order, cast to ``x``'s dtype.
         probe: zeros, float32; its values are ignored, its cotangent is the sketch.
         key: threefry key that ``A`` (r, k) is drawn from, see ``basis_matrix``.
+        kind: of the basis, ``"rademacher"`` or ``"gaussian"``.
 
     Returns:
         ``x @ w`` in ``x``'s dtype.
@@ -120,7 +122,7 @@ def sketched_matmul(
 
     Reference: LoGRA, arXiv:2610.06647.
     """
-    return _sketched(x, w, probe, key)
+    return _sketched(x, w, probe, key, kind)
 
 
 def perturbed_matmul(
@@ -128,13 +130,14 @@ def perturbed_matmul(
     w: Float[Array, "k d"],
     probe: Float[Array, "d r"],
     key: Key[Array, ""] | Shaped[Array, "2"],
+    kind: str = "rademacher",
 ) -> Float[Array, "... d"]:
     """``x @ (w + (probe A)ᵀ)``, differentiable in every mode: sketched_matmul's twin.
 
     ``jax.jvp`` along ``probe`` gives the rate of change under an update; a finite
     ``probe`` gives the updated projection without touching ``w``.
     """
-    change = _project(x, key, probe.shape[-1]) @ probe.T.astype(x.dtype)
+    change = _project(x, key, probe.shape[-1], kind) @ probe.T.astype(x.dtype)
     return _matmul(x, w) + change
 
 
@@ -173,7 +176,7 @@ class SketchedLinear(nnx.Module):
         x = x.astype(self.dtype or jnp.promote_types(x.dtype, kernel.dtype))
         key = self.basis.key(self.address[...])
         matmul = perturbed_matmul if self.plain else sketched_matmul
-        y = matmul(x, kernel, self.probe[...], key)
+        y = matmul(x, kernel, self.probe[...], key, self.basis.kind)
         if self.bias is not None:
             bias = self.bias[...].astype(y.dtype)
             y = y + bias.reshape((1,) * (y.ndim - 1) + (-1,))

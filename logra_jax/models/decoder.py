@@ -14,9 +14,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-# What each layer keeps for the backward pass: everything, the products of its matmuls
-# with weights, or only its input.
-REMAT = ("none", "dots", "layer")
+from logra_jax.algorithm.slicing import rows_within, take_layer
+from logra_jax.models.stack import REMAT, scan_layers
+
+# Entries of the head that are widened at once: 16 MiB of float32.
+_HEAD_BLOCK = 2**22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,30 +202,67 @@ class Decoder(nnx.Module):
             past = tuple(zip(kvs, masks, strict=True))
             return nnx.merge(graph, weights)(h, rotary, mask, past)
 
-        if self.remat == "dots":
-            policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-            layer = jax.checkpoint(layer, policy=policy)
-        elif self.remat == "layer":
-            layer = jax.checkpoint(layer)
-        h, present = jax.lax.scan(layer, h, (weights, [p.kv for p in past]))
+        h, present = scan_layers(
+            layer, h, weights, [p.kv for p in past], remat=self.remat
+        )
         return self.norm(h), present
 
     def logits(
         self, hidden: Float[Array, "*tokens features"]
     ) -> Float[Array, "*tokens vocab"]:
         """float32 logits of final hidden states; best a chunk of tokens at a time."""
-        if self.config.tie_embeddings:
-            head = self.embed_tokens.embedding[...].astype(hidden.dtype)
-            return jnp.einsum(
-                "...h,vh->...v", hidden, head, preferred_element_type=jnp.float32
-            )
-        return self.lm_head(hidden).astype(jnp.float32)
+        is_tied = self.config.tie_embeddings
+        if not is_tied and not isinstance(self.lm_head, nnx.Linear):
+            return self.lm_head(hidden).astype(jnp.float32)
+        head = (self.embed_tokens.embedding if is_tied else self.lm_head.kernel)[...]
+        if head.dtype != hidden.dtype:
+            return _wide_logits(hidden, head, is_tied)
+        return jnp.einsum(
+            "...h,vh->...v" if is_tied else "...h,hv->...v",
+            hidden,
+            head,
+            preferred_element_type=jnp.float32,
+        )
 
     def tensor_name(self, path: str, layer: tuple[int, ...] = ()) -> str:
         """Hugging Face's name of the weight matrix at a dotted path of this model."""
         if layer:
             path = path.replace("layers.", f"layers.{layer[0]}.", 1)
         return f"{path}.weight" if path == "lm_head" else f"model.{path}.weight"
+
+
+def _wide_logits(hidden: Array, head: Array, is_tied: bool) -> Array:
+    """float32 logits from a narrower head (vocab, h), or (h, vocab) if not tied.
+
+    A block of the head is widened at a time, in the backward pass once more: a float32
+    copy of all of it would be as large as several layers.
+    """
+    rows, columns = head.shape
+    blocks = head.reshape(-1, rows_within((rows, columns), _HEAD_BLOCK), columns)
+    indices = jnp.arange(blocks.shape[0])
+
+    def widen(index: Array) -> Array:
+        return take_layer(blocks, index).astype(hidden.dtype)
+
+    @jax.checkpoint
+    def some_logits(index: Array, hidden: Array) -> Array:
+        return hidden @ widen(index).T
+
+    @jax.checkpoint
+    def add_features(index: Array, hidden: Array) -> Array:
+        return hidden @ widen(index)
+
+    if is_tied:
+        parts = jax.lax.map(lambda i: some_logits(i, hidden), indices)
+        logits = jnp.moveaxis(parts, 0, -2).reshape(*hidden.shape[:-1], -1)
+    else:
+        features = hidden.reshape(*hidden.shape[:-1], *blocks.shape[:2])
+        logits, _ = jax.lax.scan(
+            lambda total, part: (total + add_features(*part), None),
+            jnp.zeros((*hidden.shape[:-1], head.shape[-1]), hidden.dtype),
+            (indices, jnp.moveaxis(features, -2, 0)),
+        )
+    return logits.astype(jnp.float32)
 
 
 def attend(

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
+from jaxtyping import Array
 
+from logra_jax.algorithm.digest import TensorDigest, digest_stack
 from logra_jax.models.decoder import Decoder, DecoderConfig
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
@@ -189,6 +191,58 @@ def named_tensors(model: Decoder) -> Iterator[tuple[str, np.ndarray]]:
         for layer in _layers(path, value.shape):
             part = value[layer]
             yield _name(model, path, layer), part.T if path[-1] == "kernel" else part
+
+
+def tensor_digests(model: Decoder) -> dict[str, TensorDigest]:
+    """The digest of every weight, by Hugging Face name; computed on the device."""
+    flat = {
+        path: variable[...]
+        for path, variable in nnx.to_flat_state(nnx.state(model))
+        if path[-1] in _LEAF
+    }
+    digests = {}
+    for path, words in _digest_all(flat).items():
+        value, words = flat[path], np.asarray(words)
+        shape = value.shape[words.ndim :]
+        shape = shape[::-1] if path[-1] == "kernel" else shape
+        for layer in np.ndindex(words.shape):
+            digest = TensorDigest(value.dtype.name, shape, int(words[layer]))
+            digests[_name(model, path, layer)] = digest
+    return digests
+
+
+@jax.jit
+def _digest_all(flat: dict[tuple, Array]) -> dict[tuple, Array]:
+    return {
+        path: digest_stack(
+            value, int(path[0] == "layers"), transposed=path[-1] == "kernel"
+        )
+        for path, value in flat.items()
+    }
+
+
+def named_factors(
+    model: Decoder, factors: nnx.State
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The factor of each matrix under its Hugging Face name, as it is sent.
+
+    Args:
+        model: gives the names.
+        factors: of :func:`logra_jax.quantise`.
+
+    Yields:
+        The name, and (out, r + 1) int16 or int8 on the host: the factor's integers,
+        with the exponent of each row as its last column.
+    """
+    flat = jax.device_get(dict(nnx.to_flat_state(factors)))
+    for path in flat:
+        if path[-1] != "integers":
+            continue
+        integers = np.asarray(flat[path][...])
+        exponents = np.asarray(flat[*path[:-1], "exponents"][...])[..., None]
+        packed = np.concatenate([integers, exponents.astype(integers.dtype)], -1)
+        for layer in np.ndindex(packed.shape[:-2]):
+            yield _name(model, (*path[:-1], "kernel"), layer), packed[layer]
 
 
 def _layers(path: tuple, shape: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -1,4 +1,5 @@
 import zlib
+from statistics import NormalDist
 
 import jax
 import jax.numpy as jnp
@@ -7,13 +8,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from logra_jax.algorithm.basis import Basis, basis_matrix, random_signs
+from logra_jax.algorithm.arrays import jax_library, numpy_library, torch_library
+from logra_jax.algorithm.basis import (
+    GAUSSIAN,
+    KINDS,
+    Basis,
+    basis_entries,
+    basis_matrix,
+    entry_scale,
+    jax_entries,
+)
+from logra_jax.algorithm.random_bits import signed
 
 NAME = "model.layers.3.self_attn.q_proj.weight"
 # Of the address (seed 1, step 2, NAME), by `threefry` below: they never change.
 GOLDEN_KEY = [28216977, 1844587685]
 GOLDEN_SIGNS = [[1, 1, -1, 1, 1, 1, -1, -1], [-1, 1, 1, 1, -1, 1, -1, 1]]
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
+
+def random_signs(key, rank, width):
+    return jax_entries(key, rank, width, "rademacher", jnp.float32)
 
 
 def threefry(key: tuple[int, int], high: np.ndarray, low: np.ndarray):
@@ -122,3 +137,92 @@ def test_signs_are_balanced_and_rows_and_columns_uncorrelated(getkey):
 def test_a_seed_outside_32_bits_is_refused(seed):
     with pytest.raises(ValueError, match="`seed` must be in"):
         Basis(seed)
+
+
+# --- the same entries in every library, whole or in part
+
+LIBRARIES = {"numpy": numpy_library, "jax": jax_library, "torch": torch_library}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_any_library_draws_the_entries_of_an_address(name, kind):
+    basis = Basis(seed=2**32 - 1, kind=kind)
+    address = basis.address(NAME, step=2**31 + 5)
+    library = LIBRARIES[name]()
+    words = tuple(library.constant([signed(word)]) for word in address)
+    if name == "jax":  # scalars there: its arrays of one entry do not broadcast
+        words = tuple(word[0] for word in words)
+    entries = basis_entries(
+        library, basis.key_words(words), (0, 5), (0, 77), 77, basis.kind
+    )
+    key = basis.key(jnp.array(address, jnp.uint32))
+    expected = jax_entries(key, 5, 77, kind, jnp.int32)
+    np.testing.assert_array_equal(np.asarray(entries), expected)
+
+
+@given(st.data())
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_and_columns_are_drawn_without_the_whole(kind, data):
+    width, rank = data.draw(st.integers(1, 140)), data.draw(st.integers(1, 6))
+
+    def span(size):
+        start = data.draw(st.integers(0, size - 1))
+        return start, data.draw(st.integers(start + 1, size))
+
+    rows, columns = span(rank), span(width)
+    library = numpy_library()
+    whole = basis_entries(library, (3, -4), (0, rank), (0, width), width, kind)
+    part = basis_entries(library, (3, -4), rows, columns, width, kind)
+    np.testing.assert_array_equal(part, whole[slice(*rows), slice(*columns)])
+
+
+# --- Gaussian bases
+
+
+def test_gaussian_entries_are_bytes_of_threefry_words_through_the_table():
+    rank, width = 3, 10  # three words a row
+    words = np.asarray(
+        jax.random.bits(jax.random.wrap_key_data(jnp.array([1, 2], jnp.uint32)), (9,))
+    )
+    entries = basis_entries(
+        numpy_library(), (1, 2), (0, rank), (0, width), width, "gaussian"
+    )
+    for i in range(rank):
+        for j in range(width):
+            byte = int(words[3 * i + j // 4]) >> 8 * (j % 4) & 255
+            assert entries[i, j] == GAUSSIAN[byte]
+
+
+def test_the_gaussian_table_is_the_stated_approximation():
+    values, counts = np.unique(GAUSSIAN, return_counts=True)
+    assert values.min() == -127
+    assert values.max() == 127
+    table = np.array(GAUSSIAN, np.float64)
+    deviation = np.sqrt(np.mean(table**2))
+    assert np.sum(table) == 0
+    assert entry_scale("gaussian", 9) == pytest.approx(1 / (3 * deviation), rel=1e-12)
+    after = np.cumsum(counts) / 256
+    exact = np.array([NormalDist().cdf(v / deviation) for v in values])
+    distance = max(np.max(after - exact), np.max(exact - (after - counts / 256)))
+    assert 0.006 < distance < 0.0065
+    assert np.mean(table**4) / deviation**4 == pytest.approx(2.92, abs=0.005)
+    assert 127 / deviation == pytest.approx(2.9, abs=0.02)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_kinds_have_mean_zero_and_unit_columns(kind, getkey):
+    rank, width = 64, 4096
+    a = np.asarray(basis_matrix(getkey(), rank, width, kind), np.float64)
+    assert abs(a.mean()) < 4 / np.sqrt(rank * a.size)
+    # E[Aᵀ A] = I: the mean square of a column's norm, and of two columns' product
+    norms = np.sum(a**2, 0)
+    assert abs(norms.mean() - 1) < 4 * np.sqrt(2 / a.size)
+    inner = np.sum(a[:, 1:] * a[:, :-1], 0)
+    assert abs(inner.mean()) < 4 / np.sqrt(rank * width)
+    assert np.mean(inner**2) == pytest.approx(1 / rank, rel=0.1)
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(ValueError, match=r"`kind` must be one of .*, got 'cauchy'"):
+        Basis(kind="cauchy")

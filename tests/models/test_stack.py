@@ -1,0 +1,147 @@
+"""Running stacked bfloat16 layers: the same numbers, and no copy of the weights."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import logra_jax as logra
+from logra_jax.models import decoder as decoder_module
+from logra_jax.models import stack as stack_module
+from logra_jax.models.decoder import REMAT, Decoder, DecoderConfig
+from logra_jax.models.stack import scan_layers
+
+LAYERS, WIDTH, TOKENS = 6, 48, 5
+CONFIG = DecoderConfig(
+    vocab_size=1536,
+    hidden_size=64,
+    intermediate_size=192,
+    num_layers=16,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_positions=64,
+    rope_theta=100.0,
+    rms_norm_eps=1e-6,
+    tie_embeddings=True,
+)
+
+
+def layer(h, inputs):
+    weights, scale = inputs
+    h = jnp.tanh(h @ weights["w"].astype(h.dtype)) * scale + weights["b"]
+    return h, jnp.sum(h)
+
+
+def arrays():
+    keys = jax.random.split(jax.random.key(0), 4)
+    weights = {
+        "w": jax.random.normal(keys[0], (LAYERS, WIDTH, WIDTH), jnp.bfloat16) / 7,
+        "b": jax.random.normal(keys[1], (LAYERS, 1, WIDTH)),
+    }
+    scale = 1 + jax.random.uniform(keys[2], (LAYERS, 1, 1))
+    return jax.random.normal(keys[3], (TOKENS, WIDTH)), weights, scale
+
+
+@pytest.mark.parametrize("remat", REMAT)
+def test_layers_run_and_differentiate_as_under_a_plain_scan(remat):
+    def loss(run):
+        def value(h, weights, scale):
+            h, sums = run(h, weights, scale)
+            return jnp.sum(h**2) + jnp.sum(sums * jnp.arange(LAYERS))
+
+        return jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2)))
+
+    ours = loss(lambda h, w, s: scan_layers(layer, h, w, s, remat=remat))(*arrays())
+    plain = loss(lambda h, w, s: jax.lax.scan(layer, h, (w, s)))(*arrays())
+    # the gradient of bfloat16 weights too: reading bits must not make it vanish
+    assert ours[1][1]["w"].dtype == jnp.bfloat16
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2e-2, atol=1e-4
+        ),
+        ours,
+        plain,
+    )
+
+
+def test_forward_mode_goes_through_the_slices():
+    h, weights, scale = arrays()
+
+    def run(w):
+        return scan_layers(layer, h, weights | {"w": w}, scale, remat="dots")[0]
+
+    tangent = jnp.ones_like(weights["w"])
+    _, ours = jax.jvp(run, (weights["w"],), (tangent,))
+    plain = jax.jvp(
+        lambda w: jax.lax.scan(layer, h, (weights | {"w": w}, scale))[0],
+        (weights["w"],),
+        (tangent,),
+    )[1]
+    np.testing.assert_allclose(ours, plain, rtol=1e-5)
+    assert np.any(ours)
+
+
+@pytest.mark.parametrize("activations", ["float32", "bfloat16"])
+@pytest.mark.parametrize("remat", REMAT)
+def test_no_pass_over_a_decoder_holds_a_copy_of_its_weights(
+    remat, activations, monkeypatch
+):
+    monkeypatch.setattr(decoder_module, "_HEAD_BLOCK", 96 * CONFIG.hidden_size)
+
+    def build():
+        model = Decoder(CONFIG, activations=activations, remat=remat, rngs=nnx.Rngs(0))
+        return logra.sketch(model, 4, "proj")
+
+    graph, probes, weights = nnx.split(nnx.eval_shape(build), logra.Probe, ...)
+    tokens = jax.ShapeDtypeStruct((1, 3), jnp.int32)
+
+    def loss(probes, weights, tokens):
+        model = nnx.merge(graph, probes, weights)
+        mask = jnp.tril(jnp.ones((1, 3, 3), bool))
+        hidden, _ = model(tokens, jnp.arange(3)[None], mask)
+        return jnp.sum(jnp.square(model.logits(hidden)))
+
+    stacked = sum(w.size for p, w in nnx.to_flat_state(weights) if p[-1] == "kernel")
+    for f in (loss, jax.grad(loss)):
+        compiled = jax.jit(f).lower(probes, weights, tokens).compile()
+        assert not re.findall(
+            rf"= f32\[{CONFIG.num_layers},\d+,(?:64|192|32)\]", compiled.as_text()
+        )
+        # activations of three tokens, a layer, a block of the head: not half of them
+        assert compiled.memory_analysis().temp_size_in_bytes < 1.25 * stacked
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_wider_hidden_state_meets_the_head_in_blocks(is_tied, monkeypatch):
+    config = dataclasses.replace(CONFIG, num_layers=1, tie_embeddings=is_tied)
+    model = Decoder(config, activations="float32", rngs=nnx.Rngs(0))
+    hidden = jax.random.normal(jax.random.key(1), (2, 3, config.hidden_size))
+    head = model.embed_tokens.embedding[...].T if is_tied else model.lm_head.kernel[...]
+
+    def plain(h):
+        return h @ head.astype(jnp.float32)
+
+    for block in (1, 7 * 64 * 4, 2**22):
+        monkeypatch.setattr(decoder_module, "_HEAD_BLOCK", block)
+        np.testing.assert_allclose(
+            model.logits(hidden), plain(hidden), rtol=1e-5, atol=1e-5
+        )
+        ours, theirs = (
+            jax.grad(lambda h, f=f: jnp.sum(jnp.sin(f(h))))(hidden)
+            for f in (model.logits, plain)
+        )
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_both_ways_of_slicing_agree(monkeypatch):
+    h, weights, scale = arrays()
+    found = []
+    for converted in (True, False):
+        monkeypatch.setattr(stack_module, "BFLOAT16_SLICES_ARE_CONVERTED", converted)
+        found.append(scan_layers(layer, h, weights, scale, remat="dots"))
+    jax.tree.map(np.testing.assert_array_equal, *found)
