@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 MAX_RANK = 1024
 BITS = (16, 8)
-# Of 2**e: both 2**e and 2**-e, and one integer times 2**e, are normal float32 numbers.
-LOWEST_EXPONENT = -111
+# Of 2**e: it, its inverse, and one 16-bit integer times it are normal float32 numbers.
+LOWEST_EXPONENT, HIGHEST_EXPONENT = -111, 113
 
 
 def lift(
@@ -109,11 +109,8 @@ def _quantise_rows(factor: "Array", bits: int) -> tuple["Array", "Array"]:
     factor = jnp.where(finite, factor, 0.0)
     largest = jnp.max(jnp.abs(factor), -1)
     _, exponent = jnp.frexp(largest)  # largest < 2**exponent
-    exponents = jnp.where(
-        largest > 0,
-        jnp.maximum(exponent - (bits - 1), LOWEST_EXPONENT),
-        LOWEST_EXPONENT,
-    )
+    exponents = jnp.where(largest > 0, exponent - (bits - 1), LOWEST_EXPONENT)
+    exponents = jnp.clip(exponents, LOWEST_EXPONENT, HIGHEST_EXPONENT)
     limit = 2 ** (bits - 1) - 1
     integers = jnp.round(jnp.ldexp(factor, -exponents[..., None]))
     integers = jnp.clip(integers, -limit, limit).astype(f"int{bits}")

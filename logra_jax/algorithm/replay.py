@@ -6,6 +6,8 @@ Imports neither JAX nor torch by itself.
 
 from typing import Any
 
+import numpy as np
+
 from logra_jax.algorithm.arrays import Library, library_of
 from logra_jax.algorithm.basis import Basis, basis_entries
 from logra_jax.algorithm.factor import lift
@@ -55,11 +57,12 @@ def replay(
     out, held = weight.shape
     full = held if width is None else width
     # Arrays of one entry: numpy's scalars do not wrap. They broadcast everywhere.
-    seed, step, matrix = (library.constant([signed(word)]) for word in address)
-    words = (seed, step, matrix)
+    seed, step, matrix = (np.array([signed(word)], np.int32) for word in address)
+    k0, k1 = (int(word[0]) for word in basis.key_words((seed, step, matrix)))
+    words = tuple(library.constant([signed(word)]) for word in address)
     entries = basis_entries(
         library,
-        basis.key_words(words),
+        (k0, k1),
         (0, integers.shape[1]),
         (columns, columns + held),
         full,
@@ -67,14 +70,16 @@ def replay(
     )
     column = library.arange(columns, columns + held)[None, :]
     block = rows_at_once(weight)
-    for start in range(0, out, block):
-        part = slice(start, min(start + block, out))
-        change = lift(library, integers[part], exponents[part], entries)
-        noise = nearest_noise
-        if rounding == "stochastic":
-            row = library.arange(rows + part.start, rows + part.stop)[:, None]
-            noise = stochastic_noise(words, row, column, full)
-        _land_in_place(library, weight, part, change, noise)
+    # Infinities in the weights are answers here, not faults.
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, out, block):
+            part = slice(start, min(start + block, out))
+            change = lift(library, integers[part], exponents[part], entries)
+            noise = nearest_noise
+            if rounding == "stochastic":
+                row = library.arange(rows + part.start, rows + part.stop)[:, None]
+                noise = stochastic_noise(words, row, column, full)
+            _land_in_place(library, weight, part, change, noise)
 
 
 def rows_at_once(weight: Any) -> int:

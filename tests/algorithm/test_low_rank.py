@@ -1,290 +1,440 @@
+import functools
+import inspect
+import zlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
+from jax import lax
 
 import logra_jax as logra
-from logra_jax.algorithm.low_rank import (
-    BFLOAT16_SLICES_ARE_CONVERTED,
-    merge,
-    round_stochastically,
-    rounding_bits,
-)
+from logra_jax.models.decoder import Decoder, DecoderConfig
 
-LAYERS, K, D, R = 3, 40, 24, 4
-GOLDEN_WORDS = [2877974829, 815450465, 2563456816, 4185566128]
+N, K, D, R, LAYERS = 9, 7, 6, 3, 4  # examples, in, hidden, rank: all distinct
+
+# Compile time is what these tests cost, so XLA is told not to try hard.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
-class Stack(nnx.Module):
-    """A stacked linear layer beside one that is not sketched."""
+class Model(nnx.Module):
+    """One layer, then a stack that is scanned, then one layer; all with biases."""
 
-    def __init__(self, rngs: nnx.Rngs, dtype=jnp.float32):
-        @nnx.split_rngs(splits=LAYERS)
-        @nnx.vmap(in_axes=(0,), out_axes=0)
-        def make(rngs):
-            return nnx.Linear(K, D, param_dtype=dtype, rngs=rngs)
+    def __init__(self):
+        make = nnx.vmap(lambda key: nnx.Linear(D, D, rngs=nnx.Rngs(key)))
+        self.first = nnx.Linear(K, D, rngs=nnx.Rngs(0))
+        self.hidden = nnx.Dict(block=make(jax.random.split(jax.random.key(1), LAYERS)))
+        self.last = nnx.Linear(D, K, rngs=nnx.Rngs(2))
 
-        self.proj = make(rngs)
-        self.other = nnx.Linear(D, K, param_dtype=dtype, rngs=rngs)
+    def __call__(self, x):
+        graph, state = nnx.split(self.hidden.block)
 
+        def layer(h, s):
+            return h + jnp.tanh(nnx.merge(graph, s)(h)), None
 
-def state_of(dtype=jnp.float32, basis=None, scale=0.01):
-    """Weights, and random updates like the probes."""
-    model = logra.sketch(Stack(nnx.Rngs(0), dtype), R, "proj", basis)
-    _, probes, weights = nnx.split(model, logra.Probe, ...)
-    noise = jax.random.normal(jax.random.key(1), (LAYERS, D, R)) * scale
-    return weights, jax.tree.map(lambda p: p + noise, probes)
+        return self.last(lax.scan(layer, self.first(x), state)[0])
 
 
-def dense_update(weights, updates, basis):
-    """The oracle: (U A)ᵀ per layer, in float64."""
-    addresses = weights["proj"]["address"][...]
-    u = np.asarray(updates["proj"]["probe"][...], np.float64)
-    bases = [logra.basis_matrix(basis.key(a), R, K) for a in addresses]
-    return np.stack([(u @ np.asarray(a)).T for u, a in zip(u, bases, strict=True)])
+@functools.cache
+def model():
+    return Model()
 
 
-# --- what is merged
+X = np.random.default_rng(3).normal(size=(N, K)).astype(np.float32)
+LABELS = np.argmax(np.sin(5 * X), -1)
 
 
-@pytest.mark.parametrize("refresh", [True, False])
-def test_float32_weights_move_by_the_lifted_update(refresh):
-    basis = logra.Basis(seed=5, refresh=refresh)
-    weights, updates = state_of(basis=basis)
-    for _ in range(2):  # the second step draws from the address that the first left
-        expected = np.asarray(weights["proj"]["kernel"][...]) + dense_update(
-            weights, updates, basis
-        )
-        weights = jax.jit(merge, static_argnums=2)(weights, updates, basis)
-        np.testing.assert_allclose(weights["proj"]["kernel"][...], expected, atol=1e-7)
+def loss(model):
+    losses = optax.softmax_cross_entropy_with_integer_labels
+    return losses(model(jnp.asarray(X)), LABELS).mean()
 
 
-def test_a_fixed_basis_repeats_its_update_and_a_refreshed_one_does_not():
-    for refresh in (True, False):
-        basis = logra.Basis(refresh=refresh)
-        weights, updates = state_of(basis=basis)
-        first = dense_update(weights, updates, basis)
-        second = dense_update(merge(weights, updates, basis), updates, basis)
-        assert np.array_equal(first, second) == (not refresh)
+def lift(update, address, basis, k):
+    """(U A)ᵀ from the definition, of one matrix or a stack of them."""
+    if update.ndim > 2:
+        pairs = zip(update, address, strict=True)
+        return jnp.stack([lift(u, a, basis, k) for u, a in pairs])
+    return (update @ basis.matrix(address, update.shape[-1], k)).T
 
 
-def test_the_step_in_each_address_moves_on_by_one_and_the_rest_stays():
-    basis = logra.Basis(seed=5)
-    weights, updates = state_of(basis=basis)
-    merged = merge(weights, updates, basis)
-    before, after = (np.asarray(w["proj"]["address"][...]) for w in (weights, merged))
-    np.testing.assert_array_equal(after - before, [[0, 1, 0]] * LAYERS)
-    assert jax.tree.structure(merged) == jax.tree.structure(weights)
-    for path in (("proj", "bias"), ("other", "kernel"), ("other", "bias")):
-        a, b = (dict(nnx.to_flat_state(w))[path][...] for w in (weights, merged))
-        np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
-def test_a_zero_update_leaves_bfloat16_weights_bit_for_bit(rounding):
-    weights, updates = state_of(jnp.bfloat16, scale=0.0)
-    merged = merge(weights, updates, logra.Basis(), rounding=rounding)
-    a, b = (w["proj"]["kernel"][...] for w in (weights, merged))
-    assert b.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(a, b)
-
-
-def test_nearest_rounds_to_nearest_and_stochastic_to_a_neighbour():
-    basis = logra.Basis()
-    weights, updates = state_of(jnp.bfloat16)
-    exact = np.asarray(weights["proj"]["kernel"][...], np.float64) + dense_update(
-        weights, updates, basis
+def moves_of_sketched_layers(inner, rank, basis, steps, extra):
+    """Kernels' moves, by layer: sketch, jax.grad on probes, inner, lift by hand."""
+    graph, probes, weights = nnx.split(
+        logra.sketch(model(), rank, basis=basis), logra.Probe, ...
     )
-    nearest = merge(weights, updates, basis, rounding="nearest")["proj"]["kernel"][...]
-    rounded = jnp.asarray(exact, jnp.float32).astype(jnp.bfloat16)
-    # in float32 sums a tie may fall the other way; not in more than a few entries
-    assert np.mean(np.asarray(nearest != rounded)) < 1e-3
-    drawn = merge(weights, updates, basis)["proj"]["kernel"][...]
-    gap = np.spacing(np.abs(exact).astype(np.float32)) * 2.0**16
-    error = np.asarray(drawn, np.float64) - exact
-    assert np.all(np.abs(error) <= gap * 1.001)
-    # unbiased: mean of n errors, each uniform-ish with a deviation below gap / 2
-    assert abs(np.mean(error / gap)) < 4 * 0.5 / np.sqrt(error.size)
+    state = inner.init(probes)
+    before = weights
+
+    @jit
+    def step(weights, state):
+        sketches = jax.grad(lambda p: loss(nnx.merge(graph, p, weights)))(probes)
+        updates, state = inner.update(sketches, state, probes, **extra(weights))
+        flat = dict(nnx.to_flat_state(weights))
+        for (*layer, _), u in nnx.to_flat_state(updates):
+            kernel, address = flat[*layer, "kernel"], flat[*layer, "address"]
+            words = address[...]
+            moved = kernel[...] + lift(u[...], words, basis, kernel.shape[-2])
+            flat[*layer, "kernel"] = kernel.replace(moved)
+            flat[*layer, "address"] = address.replace(words.at[..., 1].add(1))
+        return nnx.from_flat_state(flat), state
+
+    for _ in range(steps):
+        weights, state = step(weights, state)
+    return kernel_moves(before, weights)
 
 
-def test_tiny_updates_survive_on_average_where_nearest_loses_them():
-    model = logra.sketch(
-        nnx.Linear(K, D, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), R
+def moves_of_dense_gradients(tx, steps, extra):
+    """The same from dense gradients through ``tx``."""
+    graph, params, rest = nnx.split(model(), nnx.Param, ...)
+    state = tx.init(params)
+    before = params
+
+    @jit
+    def step(params, state):
+        gradients = jax.grad(lambda p: loss(nnx.merge(graph, p, rest)))(params)
+        updates, state = tx.update(gradients, state, params, **extra(params))
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(steps):
+        params, state = step(params, state)
+    for path, bias in nnx.to_flat_state(params):
+        if path[-1] == "bias":
+            np.testing.assert_array_equal(bias[...], before_of(before, path))
+    return kernel_moves(before, params)
+
+
+def before_of(state, path):
+    return dict(nnx.to_flat_state(state))[path][...]
+
+
+def kernel_moves(before, after):
+    return {
+        path: np.asarray(kernel[...] - before_of(before, path))
+        for path, kernel in nnx.to_flat_state(after)
+        if path[-1] == "kernel"
+    }
+
+
+def assert_same_moves(actual, expected, rtol=1e-4):
+    assert actual.keys() == expected.keys()
+    assert len(actual) == 3
+    for path, move in expected.items():
+        assert np.linalg.norm(move) > 0
+        error = np.linalg.norm(actual[path] - move) / np.linalg.norm(move)
+        assert error <= rtol, path
+
+
+# --- the oracle of sketched layers
+
+
+def square_of(updates):
+    """Stands for a predicted KL: quadratic in the update, in whatever tree."""
+    return sum(jnp.sum(jnp.square(u)) for u in jax.tree.leaves(updates))
+
+
+def readme_chain():
+    return optax.chain(
+        optax.clip_by_global_norm(0.05),  # below the sketches' norm: it acts
+        logra.scale_by_row_adam(),
+        optax.scale_by_learning_rate(0.1),
+        logra.scale_by_predicted_kl(optax.linear_schedule(2e-2, 1e-2, 3), 10.0),
     )
-    _, probes, weights = nnx.split(model, logra.Probe, ...)
-    weights["kernel"] = weights["kernel"].replace(jnp.ones((K, D), jnp.bfloat16))
-    basis = logra.Basis(refresh=False)  # the same A, so that steps add up
-    updates = jax.tree.map(lambda p: p + 2.0**-14, probes)
-    steps = 200
-
-    def final(rounding):
-        def body(_, w):
-            return merge(w, updates, basis, rounding=rounding)
-
-        run = jax.jit(lambda w: jax.lax.fori_loop(0, steps, body, w))
-        return np.asarray(run(weights)["kernel"][...], np.float64)
-
-    a = np.asarray(logra.basis_matrix(basis.key(weights["address"][...]), R, K))
-    intended = steps * 2.0**-14 * a.sum(0)[:, None] * np.ones((1, D))
-    assert np.all(final("nearest") == 1.0)
-    moved = final("stochastic") - 1.0
-    landed = np.sum(moved * intended) / np.sum(intended**2)
-    assert landed == pytest.approx(1.0, abs=0.05)
 
 
-def test_the_same_address_gives_the_same_weights_under_jit_and_eagerly():
-    weights, updates = state_of(jnp.bfloat16)
-    eager = merge(weights, updates, logra.Basis())
-    jitted = jax.jit(merge, static_argnums=2)(weights, updates, logra.Basis())
-    jax.tree.map(np.testing.assert_array_equal, eager, jitted)
-
-
-# --- rounding
-
-
-def draws(value, count=4096):
-    """One float32 rounded with ``count`` hashed words."""
-    bits = rounding_bits(jnp.array([1, 2, 3], jnp.uint32), (count, 1))
-    x = jnp.full((count, 1), value, jnp.float32)
-    return np.asarray(round_stochastically(x, bits), np.float64)
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("fraction", [0.01, 0.25, 0.5, 0.9])
-@pytest.mark.parametrize("base", [1.0, 0.0234375, 1e-38, 255 / 128])
-def test_rounding_is_unbiased_between_the_two_neighbours(base, fraction, sign):
-    low = float(jnp.bfloat16(base))
-    gap = float(np.spacing(np.float32(low))) * 2.0**16
-    x = sign * (low + fraction * gap)
-    out = draws(x)
-    assert set(np.unique(out)) == {sign * low, sign * (low + gap)}
-    error = gap * np.sqrt(fraction * (1 - fraction) / out.size)
-    assert abs(out.mean() - x) < 4 * error
+ON_SKETCHES = {
+    "row_adam": (readme_chain, ("refreshed", "fixed")),
+    "sgd": (lambda: optax.sgd(0.5), ("refreshed",)),
+    "momentum": (lambda: optax.sgd(0.3, momentum=0.9), ("fixed",)),
+    "adam": (lambda: optax.adam(0.02), ("fixed",)),
+    "lion": (lambda: optax.lion(0.01), ("fixed",)),
+}
 
 
 @pytest.mark.parametrize(
-    "value", [0.0, 1.0, -1.5, 3.3895314e38, -1e-38, np.inf, -np.inf]
+    ("name", "how"),
+    [(name, how) for name, (_, hows) in ON_SKETCHES.items() for how in hows],
 )
-def test_what_bfloat16_holds_stays(value):
-    value = float(jnp.bfloat16(value))
-    assert np.all(draws(value, 64) == value)
+def test_dense_gradients_move_weights_as_sketched_layers_do(name, how):
+    make, _ = ON_SKETCHES[name]
+    rank = {"first|last": R - 1, "hidden": R}
+    options = {"seed": 5, "refresh": how == "refreshed"}
+    if name == "sgd":
+        options["kind"] = "gaussian"
+
+    def extra(_):
+        return {"predicted_kl": square_of} if name == "row_adam" else {}
+
+    expected = moves_of_sketched_layers(make(), rank, logra.Basis(**options), 4, extra)
+    tx = logra.low_rank(make(), rank, **options)
+    assert_same_moves(moves_of_dense_gradients(tx, 4, extra), expected)
 
 
-def test_nan_stays_nan_and_overflow_goes_to_infinity_or_the_largest():
-    assert np.all(np.isnan(draws(np.nan, 64)))
-    # a NaN whose payload the added bits would carry into the sign
-    payload = np.uint32(0x7FFFFFFF).view(np.float32)
-    assert np.all(np.isnan(draws(payload, 64)))
-    largest = float(jnp.finfo(jnp.bfloat16).max)
-    beyond = largest * (1 + 2.0**-9)  # half a gap above the largest
-    assert set(np.unique(draws(beyond))) == {largest, np.inf}
+def test_the_kl_of_the_dense_update_is_that_of_the_probes():
+    def on_sketches():
+        return optax.chain(logra.scale_by_row_adam(), optax.scale(-0.1))
+
+    def controller():
+        return logra.scale_by_predicted_kl(1e-2, 10.0)
+
+    x = jnp.asarray(X)
+    sketched = logra.sketch(model(), R)
+    _, probes, _ = nnx.split(sketched, logra.Probe, ...)
+    twin, _, _ = nnx.split(logra.perturbed(sketched), logra.Probe, ...)
+    graph, _, rest = nnx.split(model(), nnx.Param, ...)
+
+    def kl(hidden, at):
+        return lambda u: logra.predict_kl(hidden, lambda z: z, at, u, jnp.ones(N))[0]
+
+    def on_probes(weights):
+        hidden = kl(lambda p: nnx.merge(twin, p, weights)(x), probes)
+        return {"predicted_kl": hidden}
+
+    def on_weights(params):
+        return {"predicted_kl": kl(lambda p: nnx.merge(graph, p, rest)(x), params)}
+
+    inside = optax.chain(on_sketches(), controller())
+    after = optax.chain(logra.low_rank(on_sketches(), R), controller())
+    expected = moves_of_sketched_layers(inside, R, logra.Basis(), 2, on_probes)
+    assert_same_moves(moves_of_dense_gradients(after, 2, on_weights), expected)
 
 
-def words(*address, shape=(64, 128)):
-    return np.asarray(rounding_bits(jnp.array(address, jnp.uint32), shape))
+def names_given(model, names=None):
+    """The names that matrices are drawn by when all kernels are trained."""
+    given = []
+
+    def record(path, layer):
+        by_default = ".".join((path, *map(str, layer)))
+        given.append(names(path, layer) if names else by_default)
+        return given[-1]
+
+    kernels = nnx.state(model, lambda path, _: path[-1] == "kernel")
+    jax.eval_shape(logra.low_rank(optax.sgd(1.0), 2, names=record).init, kernels)
+    return set(given)
 
 
-def test_rounding_bits_are_uniform_in_every_bit_and_byte():
-    w = words(0, 0, 0).ravel()
-    assert len(np.unique(w)) == w.size  # a bijection of the index
-    for bit in range(32):
-        assert abs(np.mean(w >> bit & 1) - 0.5) < 4 * 0.5 / np.sqrt(w.size)
-    for byte in range(4):
-        counts = np.bincount(w >> 8 * byte & 255, minlength=256)
-        expected = w.size / 256
-        chi_square = np.sum((counts - expected) ** 2) / expected
-        assert abs(chi_square - 255) < 4 * np.sqrt(2 * 255)
+def test_names_are_those_of_sketched_layers():
+    config = DecoderConfig(
+        vocab_size=19,
+        hidden_size=16,
+        intermediate_size=20,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=6,
+        max_positions=8,
+        rope_theta=1e4,
+        rms_norm_eps=1e-6,
+        tie_embeddings=False,
+    )
+    decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    linear = nnx.eval_shape(lambda: nnx.Linear(3, 4, rngs=nnx.Rngs(0)))
+    cases = [
+        (nnx.eval_shape(Model), None, "hidden.block.3"),
+        (nnx.Sequential(linear, jnp.tanh), None, "layers.0"),
+        (linear, None, ""),
+        (decoder, decoder.tensor_name, "model.layers.1.mlp.up_proj.weight"),
+    ]
+    for of, names, one_of_them in cases:
+        given = names_given(of, names)
+        assert one_of_them in given
+        sketched = nnx.state(logra.sketch(of, 2))
+        words = [
+            np.unique(address[..., 2])
+            for path, address in nnx.to_flat_state(sketched)
+            if path[-1] == "address"
+        ]
+        crcs = {zlib.crc32(name.encode()) for name in given}
+        assert crcs == {int(word) for word in np.concatenate(words)}
 
 
-@pytest.mark.parametrize("other", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 2**31, 0)])
-def test_rounding_bits_of_other_seeds_steps_and_matrices_are_unrelated(other):
-    a, b = words(0, 0, 0), words(*other)
-    assert np.mean(a == b) < 1e-3
-    u, v = a / 2.0**32 - 0.5, b / 2.0**32 - 0.5
-    assert abs(np.corrcoef(u.ravel(), v.ravel())[0, 1]) < 4 / np.sqrt(a.size)
-    agreement = np.mean(np.unpackbits((a ^ b).view(np.uint8)))
-    assert abs(agreement - 0.5) < 4 * 0.5 / np.sqrt(32 * a.size)
+def test_plain_trees_are_named_by_their_dotted_paths():
+    seen = []
+    tx = logra.low_rank(
+        optax.sgd(1.0), 1, names=lambda *where: seen.append(where) or "a"
+    )
+    w = jnp.ones((2, 2))
+    tx.init({"attention": {"value": {"kernel": w}, "query": w}, "other": {"value": w}})
+    paths = ["attention.query", "attention.value", "other.value"]
+    assert seen == [(path, ()) for path in paths]
+    seen.clear()
+    tx.init([jnp.ones((2, 1, 3, 2))])
+    assert seen == [("0", (0, 0)), ("0", (1, 0))]
 
 
-def test_rounding_bits_of_neighbouring_rows_columns_and_steps_are_unrelated():
-    u = np.stack([words(7, s, 9) for s in range(4)]) / 2.0**32 - 0.5
-    for axis in range(3):
-        a, b = np.delete(u, 0, axis), np.delete(u, -1, axis)
-        assert abs(np.mean(a * b)) * 12 < 4 / np.sqrt(a.size)
+# --- each matrix has its own basis, and its own step
 
 
-def test_rounding_bits_count_in_hugging_face_order():
-    w = words(1, 2, 3, shape=(5, 4))
-    flat = words(1, 2, 3, shape=(20, 1)).ravel()
-    np.testing.assert_array_equal(w.T.ravel(), flat)
+def test_a_stack_is_projected_and_lifted_matrix_by_matrix(getkey):
+    gradient = {"a": {"kernel": jax.random.normal(getkey(), (2, 3, K, D))}}
+    tx = logra.low_rank(optax.identity(), R, seed=9)
+    state = tx.init(gradient)
+    for step in range(2):
+        updates, state = jit(tx.update)(gradient, state)
+        for i, j in np.ndindex(2, 3):
+            address = jnp.array(logra.Basis(9).address(f"a.{i}.{j}", step), jnp.uint32)
+            A = np.asarray(logra.Basis(9).matrix(address, R, K))
+            np.testing.assert_allclose(
+                updates["a"]["kernel"][i, j],
+                A.T @ A @ np.asarray(gradient["a"]["kernel"][i, j]),
+                atol=1e-5,
+            )
 
 
-def test_rounding_bits_keep_their_golden_numbers():
-    def mix(x):
-        x = (x ^ x >> 16) * 0x7FEB352D % 2**32
-        x = (x ^ x >> 15) * 0x846CA68B % 2**32
-        return x ^ x >> 16
+@pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
+def test_lifted_sketches_are_the_gradient_on_average_over_steps(kind, getkey):
+    gradient = jax.random.normal(getkey(), (K, D))
+    steps = 1000
 
-    stream = mix((mix((mix(1) + 2) % 2**32) + 3) % 2**32)
-    expected = [mix(mix(i) ^ stream) for i in range(4)]
-    assert expected == GOLDEN_WORDS
-    np.testing.assert_array_equal(words(1, 2, 3, shape=(4, 1)).ravel(), expected)
+    def error(**options):
+        tx = logra.low_rank(optax.identity(), R, kind=kind, **options)
+
+        def body(state, _):
+            update, state = tx.update(gradient, state)
+            return state, update
+
+        _, updates = lax.scan(body, tx.init(gradient), length=steps)
+        return jnp.linalg.norm(updates.mean(0) - gradient) / jnp.linalg.norm(gradient)
+
+    expected = ((K + 1) / R / steps) ** 0.5  # of independent draws
+    assert error() < 2 * expected
+    assert error(refresh=False) > 10 * expected
+
+
+def test_bfloat16_gradients_are_projected_in_float32_and_come_back_as_bfloat16(getkey):
+    gradient = jax.random.normal(getkey(), (LAYERS, K, D)).astype(jnp.bfloat16)
+    tx = logra.low_rank(optax.trace(0.9), R, refresh=False)
+    low, state = jit(tx.update)(gradient, tx.init(gradient))
+    assert low.dtype == jnp.bfloat16
+    assert state.inner.trace.dtype == jnp.float32
+    wide = gradient.astype(jnp.float32)
+    exact, _ = jit(tx.update)(wide, tx.init(wide))
+    np.testing.assert_array_equal(low, exact.astype(jnp.bfloat16))
+
+
+# --- which leaves are trained
+
+
+def test_vectors_stay_fixed_and_holes_pass_through():
+    params = {
+        "up": {"kernel": jnp.ones((2, K, D)), "bias": jnp.ones((2, D))},
+        "norm": {
+            "scale": jnp.ones((2, D)),
+            "offset": jnp.ones(D),
+            "gain": jnp.ones(()),
+        },
+        "none": None,
+        "masked": optax.MaskedNode(),
+    }
+    tx = logra.low_rank(optax.adam(0.1), R, refresh=False)
+    state = tx.init(params)
+    assert [m.shape for m in jax.tree.leaves(state.inner[0].mu)] == [(2, D, R)]
+    updates, _ = jit(tx.update)(params, state)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+    for path, u in jax.tree.leaves_with_path(updates):
+        assert bool(jnp.any(u != 0)) == (path[-1].key == "kernel")
+
+
+def test_other_leaves_are_reached_through_multi_transform():
+    params = {"up": jnp.ones((K, D)), "bias": jnp.ones(D), "table": jnp.ones((3, 2))}
+    labels = {"up": "projections", "bias": "rest", "table": "rest"}
+    low_rank = logra.low_rank(logra.scale_by_row_adam(), R)
+    tx = optax.multi_transform(
+        {"projections": low_rank, "rest": optax.sgd(0.5)}, labels
+    )
+    updates, _ = jit(tx.update)(params, tx.init(params))
+    np.testing.assert_array_equal(updates["table"], -0.5 * params["table"])
+    np.testing.assert_array_equal(updates["bias"], -0.5 * params["bias"])
+    alone = {"up": params["up"]}
+    expected, _ = jit(low_rank.update)(alone, low_rank.init(alone))
+    np.testing.assert_array_equal(updates["up"], expected["up"])
+
+
+def test_weight_decay_acts_after_and_not_inside():
+    params = {"w": jnp.ones((K, D))}
+    gradient = {"w": jnp.zeros((K, D))}
+    inside = logra.low_rank(optax.adamw(1.0, weight_decay=0.1), R, refresh=False)
+    updates, _ = jit(inside.update)(gradient, inside.init(params), params)
+    assert jnp.all(updates["w"] == 0)
+    tx = optax.chain(
+        logra.low_rank(logra.scale_by_row_adam(), R), optax.add_decayed_weights(0.1)
+    )
+    updates, _ = jit(tx.update)(gradient, tx.init(params), params)
+    np.testing.assert_allclose(updates["w"], 0.1 * params["w"])
+
+
+def test_flax_s_optimizer_trains_a_model_with_it():
+    trained = nnx.clone(model())
+    tx = logra.low_rank(readme_chain(), R)
+    optimizer = nnx.Optimizer(trained, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        value, gradients = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, gradients, predicted_kl=square_of)
+        return value
+
+    values = [float(step(trained, optimizer)) for _ in range(20)]
+    assert values[-1] < 0.5 * values[0]
+
+
+def test_optax_finds_the_sketch_shaped_leaves_of_the_state():
+    params = {"w": jnp.ones((K, D)), "b": jnp.ones(D)}
+    tx = logra.low_rank(optax.adam(0.1), R, refresh=False)
+    marked = optax.tree.map_params(
+        tx, lambda _: "moment", tx.init(params), transform_non_params=lambda _: "other"
+    )
+    assert marked.count == "other"
+    assert marked.inner[0].mu["w"] == "moment"
 
 
 # --- memory
 
 
-def test_merge_works_in_place_one_layer_at_a_time():
-    layers, k, d = 16, 64, 96
-    model = logra.sketch(nnx.Linear(k, d, use_bias=False, rngs=nnx.Rngs(0)), R)
-    _, probes, weights = nnx.split(model, logra.Probe, ...)
-
-    def stacked(state):
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct((layers, *a.shape), a.dtype), state
-        )
-
-    weights, probes = stacked(weights), stacked(probes)
-    kernel = jax.ShapeDtypeStruct((layers, k, d), jnp.bfloat16)
-    weights["kernel"] = weights["kernel"].replace(kernel)
-    compiled = (
-        jax.jit(lambda w, u: merge(w, u, logra.Basis()), donate_argnums=0)
-        .lower(weights, probes)
-        .compile()
-    )
-    memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= 2 * layers * k * d  # every byte of the weights
-    # a few layers' float32 and bits; before jax 0.12 also the bits of the weights once
-    allowed = 3 * 4 * k * d + BFLOAT16_SLICES_ARE_CONVERTED * 2 * layers * k * d
-    assert memory.temp_size_in_bytes < allowed
-    # the stack as a whole is never converted, layer after layer
-    assert f" f32[{layers},{k},{d}]" not in compiled.as_text()
+def test_the_bases_of_a_stack_are_never_held_together():
+    layers, k, d, rank = 16, 512, 8, 8
+    gradients = {"w": jax.ShapeDtypeStruct((layers, k, d), jnp.float32)}
+    tx = logra.low_rank(logra.scale_by_row_adam(), rank)
+    state = jax.eval_shape(tx.init, gradients)
+    compiled = jax.jit(tx.update).lower(gradients, state).compile()
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    basis, sketches = 4 * rank * k, 4 * layers * d * rank
+    assert temporary < 4 * (basis + sketches) < layers * basis
 
 
-# --- what is refused
+# --- bad input
 
 
-def test_an_unknown_rounding_is_refused():
-    with pytest.raises(ValueError, match=r"`rounding` must be one of .* got 'up'"):
-        merge(*state_of(), logra.Basis(), rounding="up")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rank": 0}, r"`rank` must be a positive int .* got 0"),
+        ({"rank": 1.5}, r"`rank` must be a positive int .* got 1\.5"),
+        ({"rank": {"w": -1}}, r"`rank` must be a positive int .* got \{'w': -1\}"),
+        ({"rank": 1, "seed": -1}, r"`seed` must be in \[0, 2\*\*32\), got -1"),
+        ({"rank": 1, "kind": "dct"}, r"`kind` must be one of .* got 'dct'"),
+    ],
+)
+def test_bad_arguments_are_refused_in_the_factory(arguments, message):
+    factory = inspect.unwrap(logra.low_rank)  # in tests a type checker comes first
+    with pytest.raises(ValueError, match=message):
+        factory(optax.identity(), **arguments)
 
 
-def test_updates_of_another_model_are_refused():
-    weights, updates = state_of()
-    foreign = nnx.State({"elsewhere": updates["proj"]})
-    with pytest.raises(ValueError, match=r"`updates` must hold .*'elsewhere.probe'"):
-        merge(weights, foreign, logra.Basis())
-    plain = nnx.state(Stack(nnx.Rngs(0)))
-    with pytest.raises(ValueError, match=r"`updates` must hold .*'proj.probe'"):
-        merge(plain, updates, logra.Basis())
-    with pytest.raises(ValueError, match=r"`updates` must hold .*"):
-        merge(weights, weights, logra.Basis())
-
-
-@pytest.mark.parametrize("shape", [(LAYERS + 1, D, R), (LAYERS, D + 1, R), (D, R)])
-def test_updates_of_another_shape_are_refused(shape):
-    weights, updates = state_of()
-    updates = jax.tree.map(lambda _: jnp.zeros(shape), updates)
-    with pytest.raises(ValueError, match="`updates` must have the shapes"):
-        merge(weights, updates, logra.Basis())
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [
+        (7, r"`rank` must be in \[1, min\(k, d\)\] = \[1, 6\] for 'layers\.up', got 7"),
+        ({"up": 2}, r"`rank` must cover .*'layers\.down'; add an expression"),
+    ],
+)
+def test_a_rank_that_does_not_fit_names_the_leaf(rank, message):
+    params = {
+        "layers": {
+            "up": {"kernel": jnp.ones((LAYERS, K, D))},
+            "down": {"kernel": jnp.ones((LAYERS, 8, 9))},
+        }
+    }
+    with pytest.raises(ValueError, match=message):
+        logra.low_rank(optax.identity(), rank).init(params)

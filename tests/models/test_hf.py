@@ -10,9 +10,16 @@ import pytest
 from flax import nnx
 
 import logra_jax as logra
+from logra_jax.algorithm.digest import TensorDigest, digest_array
 from logra_jax.models import hf
 from logra_jax.models.decoder import Decoder
-from logra_jax.models.hf import load_decoder, read_config, save_decoder
+from logra_jax.models.hf import (
+    load_decoder,
+    named_factors,
+    read_config,
+    save_decoder,
+    tensor_digests,
+)
 
 TOKENS = np.random.default_rng(0).integers(0, 97, (2, 11)).astype(np.int32)
 SIZES = {
@@ -376,3 +383,48 @@ def test_index_that_names_no_file_for_a_tensor_is_one_sentence(broken):
     (broken / "model.safetensors.index.json").write_text("{}", "utf-8")
     with pytest.raises(ValueError, match=r"`model\.embed_tokens\.weight` is missing"):
         load_decoder(broken)
+
+
+# --- digests and factors under Hugging Face names
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_digests_on_the_device_are_those_of_the_exported_file(
+    checkpoints, kind, dtype, tmp_path
+):
+    from safetensors.numpy import load_file
+
+    source = checkpoints[kind].directory
+    model = load_decoder(source, dtype=dtype)
+    saved = save_decoder(model, tmp_path / "out", source=source, dtype=dtype)
+    tensors = load_file(saved / "model.safetensors")
+    expected = {
+        name: TensorDigest(str(t.dtype), t.shape, digest_array(t))
+        for name, t in tensors.items()
+    }
+    assert tensor_digests(model) == expected
+    assert tensor_digests(logra.sketch(model, 2, "proj")) == expected
+
+
+def test_factors_carry_hugging_face_names_and_each_row_s_exponent(checkpoints):
+    model = logra.sketch(
+        load_decoder(checkpoints["qwen3"].directory), 2, "(q|down)_proj"
+    )
+    probes = nnx.state(model, logra.Probe)
+    updates = jax.tree.map(
+        lambda p: p + jax.random.normal(jax.random.key(0), p.shape), probes
+    )
+    factors = logra.quantise(updates, logra.Basis())
+    packed = dict(named_factors(model, factors))
+    layers = model.config.num_layers
+    assert set(packed) == {
+        f"model.layers.{i}.{name}.weight"
+        for i in range(layers)
+        for name in ("self_attn.q_proj", "mlp.down_proj")
+    }
+    factor = factors["layers"]["mlp"]["down_proj"]
+    last = packed[f"model.layers.{layers - 1}.mlp.down_proj.weight"]
+    assert last.dtype == np.int16
+    np.testing.assert_array_equal(last[:, :-1], factor["integers"][...][-1])
+    np.testing.assert_array_equal(last[:, -1], factor["exponents"][...][-1])

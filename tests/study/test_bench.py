@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from logra_jax.study.bench import Timing, _print_tables, _sampled, bench_rollout
+from logra_jax.study.bench_merge import bench_merge
 from logra_jax.training.config import Config, load_config
 
 PROMPTS, NEW = 3, 5
@@ -147,3 +148,33 @@ def test_tokens_are_counted_to_the_first_end_of_sequence():
 def test_rate_is_the_median_of_rates():
     timing = Timing((9.0,), (1.0, 2.0, 4.0), (10, 10, 80))
     assert timing.tokens_per_second == 10
+
+
+# --- merge
+
+
+def test_merge_bench_measures_both_in_turns_and_prints_the_share(config, capsys):
+    assert bench_merge(config, 100, True, repetitions=2) == 0
+    (line,) = capsys.readouterr().out.splitlines()[-1:]
+    result = json.loads(line)
+    assert result["tokens"] >= 100
+    assert result["weights_merged"] == 2 * (32 * 32 * 2 + 32 * 16 * 2 + 32 * 48 * 3)
+    assert {"step", "merge, stochastic", "merge, nearest"} < set(result["seconds"])
+    for name, seconds in result["seconds"].items():
+        assert len(seconds) == 2
+        median = np.median(seconds)
+        assert result["median_seconds"][name] == pytest.approx(median)
+        share = median / np.median(result["seconds"]["step"])
+        assert result["share_of_step"][name] == pytest.approx(share)
+
+
+def test_merge_bench_prints_a_table(config, capsys):
+    assert bench_merge(config, 1, False, repetitions=1) == 0
+    out = capsys.readouterr().out
+    assert "share of the step" in out
+    assert "100.0 %" in out
+
+
+def test_merge_bench_of_no_tokens_is_refused(config):
+    with pytest.raises(ValueError, match="`--tokens` must be at least 1, got 0"):
+        bench_merge(config, 0, True)
