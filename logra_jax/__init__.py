@@ -13,8 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from logra_jax.algorithm.basis import Basis, basis_matrix
-    from logra_jax.algorithm.low_rank import merge
-    from logra_jax.algorithm.predicted_kl import predict_kl, scale_by_predicted_kl
+    from logra_jax.algorithm.divergence import realised_kl, sampled_kl
+    from logra_jax.algorithm.factor import quantise
+    from logra_jax.algorithm.low_rank import check_moments, low_rank
+    from logra_jax.algorithm.merge import merge, merge_measured
+    from logra_jax.algorithm.predicted_kl import (
+        kl_step_size,
+        predict_kl,
+        predict_kl_by_difference,
+        scale_by_predicted_kl,
+    )
     from logra_jax.algorithm.row_adam import scale_by_row_adam
     from logra_jax.algorithm.sketch import (
         Probe,
@@ -32,10 +40,18 @@ __all__ = [
     "Probe",
     "SketchedLinear",
     "basis_matrix",
+    "check_moments",
+    "kl_step_size",
+    "low_rank",
     "merge",
+    "merge_measured",
     "perturbed",
     "perturbed_matmul",
     "predict_kl",
+    "predict_kl_by_difference",
+    "quantise",
+    "realised_kl",
+    "sampled_kl",
     "scale_by_predicted_kl",
     "scale_by_row_adam",
     "sketch",
@@ -45,8 +61,16 @@ __all__ = [
 # One line per module that produces public names.
 _PRODUCERS = {
     "basis": ("Basis", "basis_matrix"),
-    "low_rank": ("merge",),
-    "predicted_kl": ("predict_kl", "scale_by_predicted_kl"),
+    "divergence": ("realised_kl", "sampled_kl"),
+    "factor": ("quantise",),
+    "low_rank": ("check_moments", "low_rank"),
+    "merge": ("merge", "merge_measured"),
+    "predicted_kl": (
+        "kl_step_size",
+        "predict_kl",
+        "predict_kl_by_difference",
+        "scale_by_predicted_kl",
+    ),
     "row_adam": ("scale_by_row_adam",),
     "sketch": (
         "Probe",

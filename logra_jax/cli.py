@@ -1,4 +1,4 @@
-"""The `logra` command: train, eval, export, bench.
+"""The `logra` command: train, eval, export, fidelity, spectrum, bench.
 
 This module imports nothing heavy: `--help` is instant, and spawned reward workers,
 which import the main module again, start without JAX.
@@ -26,10 +26,26 @@ _EXPORT_EXAMPLES = """\
 example:
   logra export runs/quickstart-20260101-120000 my-model
 """
+_REPLAY_EXAMPLES = """\
+examples:
+  logra train configs/quickstart.yaml train.save_updates=true run_dir=runs/kept
+  logra replay path/to/base-model runs/kept/updates my-model
+"""
 _BENCH_EXAMPLES = """\
 examples:
   logra bench rollout configs/quickstart.yaml
   logra bench rollout configs/quickstart.yaml rollout.max_new_tokens=64 --json
+  logra bench merge configs/quickstart.yaml
+"""
+_FIDELITY_EXAMPLES = """\
+examples:
+  logra fidelity
+  logra fidelity --rank 4 8 16 32 --seeds 1 --plot fidelity.png
+"""
+_SPECTRUM_EXAMPLES = """\
+examples:
+  logra spectrum configs/quickstart.yaml
+  logra spectrum configs/quickstart.yaml sketch.rank=64 --energy 0.8 0.99 --json
 """
 # Modules that only the `train` extra brings, and the package each comes from.
 _TRAIN_EXTRA = {
@@ -99,6 +115,12 @@ def _export(args: argparse.Namespace) -> int:
     return export_command(args.run_dir, args.out_dir)
 
 
+def _replay(args: argparse.Namespace) -> int:
+    from logra_jax.rollout.follow import replay_command
+
+    return replay_command(args.model_dir, args.updates, args.out_dir)
+
+
 def _bench_rollout(args: argparse.Namespace) -> int:
     from logra_jax.training.config import load_config
 
@@ -107,6 +129,32 @@ def _bench_rollout(args: argparse.Namespace) -> int:
     from logra_jax.study.bench import bench_rollout
 
     return bench_rollout(config, args.json)
+
+
+def _bench_merge(args: argparse.Namespace) -> int:
+    from logra_jax.training.config import load_config
+
+    config = load_config(args.config, args.overrides)
+
+    from logra_jax.study.bench_merge import bench_merge
+
+    return bench_merge(config, args.tokens, args.json)
+
+
+def _fidelity(args: argparse.Namespace) -> int:
+    from logra_jax.study.fidelity import RANKS, fidelity
+
+    return fidelity(args.rank or RANKS, args.seeds, args.json, args.plot)
+
+
+def _spectrum(args: argparse.Namespace) -> int:
+    from logra_jax.training.config import load_config
+
+    config = load_config(args.config, args.overrides)
+
+    from logra_jax.study.spectrum import ENERGIES, spectrum
+
+    return spectrum(config, args.energy or ENERGIES, args.responses, args.json)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -146,6 +194,61 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("run_dir", metavar="RUN_DIR", help="a run directory")
     export.add_argument("out_dir", metavar="OUT_DIR", help="the directory to write")
 
+    fidelity = _command(
+        commands,
+        "fidelity",
+        "measure how well sketches reconstruct, against theory and paper",
+        _FIDELITY_EXAMPLES,
+    )
+    fidelity.set_defaults(run=_fidelity)
+    fidelity.add_argument(
+        "--rank",
+        type=int,
+        nargs="+",
+        metavar="R",
+        help="ranks (default: 4 16 64 256)",
+    )
+    fidelity.add_argument(
+        "--seeds", type=int, default=3, metavar="N", help="repetitions (default: 3)"
+    )
+    fidelity.add_argument("--plot", metavar="FILE.png", help="draw cosine against rank")
+    fidelity.add_argument("--json", action="store_true", help="print one JSON object")
+
+    spectrum = _command(
+        commands,
+        "spectrum",
+        "find the rank that real gradients of a model and task need",
+        _SPECTRUM_EXAMPLES,
+    )
+    spectrum.set_defaults(run=_spectrum)
+    _add_config(spectrum)
+    spectrum.add_argument(
+        "--energy",
+        type=float,
+        nargs="+",
+        metavar="SHARE",
+        help="shares of a gradient's energy (default: 0.5 0.9 0.95 0.99)",
+    )
+    spectrum.add_argument(
+        "--responses",
+        type=int,
+        default=16,
+        metavar="N",
+        help="responses whose gradient is measured (default: 16)",
+    )
+    spectrum.add_argument("--json", action="store_true", help="print one JSON object")
+
+    replay = _command(
+        commands,
+        "replay",
+        "apply a run's saved updates to the model it began from",
+        _REPLAY_EXAMPLES,
+    )
+    replay.set_defaults(run=_replay)
+    replay.add_argument("model_dir", metavar="MODEL_DIR", help="the model before")
+    replay.add_argument("updates", metavar="UPDATES", help="a directory, or one file")
+    replay.add_argument("out_dir", metavar="OUT_DIR", help="the directory to write")
+
     bench = commands.add_parser("bench", help="measure speed")
     benches = bench.add_subparsers(metavar="WHAT", required=True)
     rollout = _command(
@@ -154,6 +257,16 @@ def _parser() -> argparse.ArgumentParser:
     rollout.set_defaults(run=_bench_rollout)
     _add_config(rollout)
     rollout.add_argument("--json", action="store_true", help="print one JSON object")
+
+    merge = _command(
+        benches, "merge", "landing an update, as a share of its step", _BENCH_EXAMPLES
+    )
+    merge.set_defaults(run=_bench_merge)
+    _add_config(merge)
+    merge.add_argument(
+        "--tokens", type=int, default=4096, help="in a step (default: 4096)"
+    )
+    merge.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 

@@ -23,19 +23,21 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     """Stand-ins for what the commands call; each notes its arguments and returns 7."""
     calls: list[tuple] = []
 
-    def stand_in(module: str, name: str) -> None:
+    def stand_in(module: str, name: str, **constants: object) -> None:
         def function(*args: object) -> int:
             calls.append((name, *args))
             return 7
 
         monkeypatch.setitem(
-            sys.modules, module, types.SimpleNamespace(**{name: function})
+            sys.modules, module, types.SimpleNamespace(**{name: function}, **constants)
         )
 
     stand_in("logra_jax.training.loop", "train")
     stand_in("logra_jax.training.evaluate", "evaluate_command")
     stand_in("logra_jax.training.export", "export_command")
     stand_in("logra_jax.study.bench", "bench_rollout")
+    stand_in("logra_jax.study.fidelity", "fidelity", RANKS=(4, 16))
+    stand_in("logra_jax.study.spectrum", "spectrum", ENERGIES=(0.5, 0.9))
     return calls
 
 
@@ -59,6 +61,24 @@ def test_eval_and_export_pass_their_arguments_on(calls):
     assert calls == [
         ("evaluate_command", "runs/a", ["eval.samples=9"]),
         ("export_command", "runs/a", "out"),
+    ]
+
+
+def test_fidelity_and_spectrum_pass_their_options_on(config, calls):
+    cli.main(["fidelity"])
+    cli.main(["fidelity", "--rank", "2", "8", "--seeds", "1", "--plot", "a.png"])
+    assert calls == [
+        ("fidelity", (4, 16), 3, False, None),
+        ("fidelity", [2, 8], 1, False, "a.png"),
+    ]
+    calls.clear()
+    cli.main(["spectrum", config, "seed=1"])
+    cli.main(["spectrum", config, "seed=1", "--energy", "0.8", "0.99", "--json"])
+    cli.main(["spectrum", "--json", "--responses", "4", config, "seed=1"])
+    assert [(name, c.seed, *rest) for name, c, *rest in calls] == [
+        ("spectrum", 1, (0.5, 0.9), 16, False),
+        ("spectrum", 1, [0.8, 0.99], 16, True),
+        ("spectrum", 1, (0.5, 0.9), 4, True),
     ]
 
 
@@ -104,7 +124,9 @@ def test_wrong_usage_exits_with_2(argv, capsys):
     assert "usage: logra" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "export", "bench rollout"])
+@pytest.mark.parametrize(
+    "command", ["train", "eval", "export", "fidelity", "spectrum", "bench rollout"]
+)
 def test_help_has_an_example(command, capsys):
     with pytest.raises(SystemExit) as exit_info:
         cli.main([*command.split(), "--help"])

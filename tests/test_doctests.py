@@ -17,9 +17,13 @@ MODULES = [
 WITH_EXAMPLES = {
     "logra_jax.algorithm.basis",
     "logra_jax.algorithm.low_rank",
+    "logra_jax.algorithm.factor",
+    "logra_jax.algorithm.merge",
     "logra_jax.algorithm.predicted_kl",
     "logra_jax.algorithm.row_adam",
     "logra_jax.algorithm.sketch",
+    "logra_jax.rollout.replica",
+    "logra_jax.rollout.wire",
 }
 
 

@@ -1,7 +1,14 @@
-"""The predicted-KL controller: how far one update moves the policy, before it lands.
+r"""The predicted-KL controller: how far one update moves the policy, before it lands.
 
-The prediction (:func:`predict_kl`) is apart from the rule that scales the update by it
-(:func:`scale_by_predicted_kl`), so either can be used or replaced alone.
+Two things that can be used or replaced apart:
+
+- an estimate of :math:`q`, the KL per squared step of the proposal: :func:`predict_kl`
+  (forward mode) or :func:`predict_kl_by_difference` (probes of finite size, also
+  against a rollout engine of slightly different probabilities);
+- the rule from :math:`q` to a step size, :func:`kl_step_size`, and the optax transform
+  around it, :func:`scale_by_predicted_kl`.
+
+What really happened is measured in :mod:`logra_jax.algorithm.divergence`.
 """
 
 from collections.abc import Callable
@@ -11,9 +18,22 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, PyTree
 
-Head = Callable[[Array], Array]
+from logra_jax.algorithm.divergence import (
+    Head,
+    divergence,
+    exp_excess,
+    log_policy,
+    map_chunks,
+    masked_mean,
+    scaled_logits,
+)
+
+# The search for a step that is neither lost in rounding nor beyond the quadratic term.
+_WINDOW = 10.0  # a measured KL within this factor of the target will do
+_STRIDE = 1e3  # largest factor by which one round changes the step
+_ROUNDS = 10
 
 
 class PredictedKLState(NamedTuple):
@@ -25,19 +45,60 @@ class PredictedKLState(NamedTuple):
     alpha: Float32[Array, ""]  # factor that the last update was scaled by
 
 
+def kl_step_size(
+    q: float | Array, budget: float | Array | None, alpha_max: float | Array = 1.0
+) -> Float32[Array, ""]:
+    r"""The factor that keeps an update's predicted KL within a budget.
+
+    With :math:`q` the predicted KL of the update as it is (:math:`\alpha = 1`), the KL
+    grows as :math:`\alpha^2 q`, so
+
+    .. math::
+        \alpha = \min\big(\alpha_{max}, \sqrt{\delta / q}\big)
+
+    =========================  ===============  ====================================
+    q                          alpha            because
+    =========================  ===============  ====================================
+    zero                       ``alpha_max``    the policy does not move: any step
+                                                is within the budget
+    negative, NaN or infinite  0                not a KL but noise, an overflow or
+                                                no token at all: a step of unknown
+                                                size is worth less than none
+    =========================  ===============  ====================================
+
+    A budget of zero, negative or NaN (the tail of a schedule) allows nothing: 0.
+
+    Args:
+        q: nats per token.
+        budget: :math:`\delta` in nats per token; ``None`` sets no limit, so that
+            alpha is ``alpha_max`` wherever ``q`` is a KL.
+        alpha_max: bound that keeps a tiny ``q`` from blowing up the step.
+
+    Returns:
+        Alpha; 0 means that the update should be dropped.
+
+    Example:
+        >>> import logra_jax as logra
+        >>> [float(logra.kl_step_size(q, budget=1.0)) for q in (0.0, 4.0, float("nan"))]
+        [1.0, 0.5, 0.0]
+
+    Reference: LoGRA, arXiv:2610.06647 (predicted-KL step control).
+    """
+    _check_alpha_max(alpha_max)
+    q = jnp.asarray(q, jnp.float32)
+    delta = jnp.asarray(jnp.inf if budget is None else budget, jnp.float32)
+    within = jnp.where(q > 0, jnp.sqrt(delta / q), jnp.inf)
+    alpha = jnp.minimum(jnp.asarray(alpha_max, jnp.float32), within)
+    return jnp.where(jnp.isfinite(q) & (q >= 0) & (delta > 0), alpha, 0.0)
+
+
 def scale_by_predicted_kl(
     budget: optax.ScalarOrSchedule | None, alpha_max: float | Array = 1.0
 ) -> optax.GradientTransformationExtraArgs:
     r"""Scale an update so that its predicted KL stays within a budget.
 
-    With :math:`q` the predicted KL of the update as it comes in (:math:`\alpha = 1`)
-    and the KL growing as :math:`\alpha^2 q`:
-
-    .. math::
-        \alpha = \min\big(\alpha_{max}, \sqrt{\delta / q}\big)
-
-    A ``q`` of zero gives ``alpha_max``; a ``q`` that is not finite gives 0, so that
-    the update is dropped rather than merged.
+    The factor is :func:`kl_step_size`'s. Where it is 0 the update is dropped, even one
+    that holds NaN, rather than merged.
 
     Args:
         budget: :math:`\delta` in nats per token: a float, an optax schedule, or
@@ -58,9 +119,7 @@ def scale_by_predicted_kl(
 
     Reference: LoGRA, arXiv:2610.06647 (predicted-KL step control).
     """
-    # Arrays are values of the running program (optax.inject_hyperparams): unchecked.
-    if not isinstance(alpha_max, Array) and not 0 < alpha_max < float("inf"):
-        raise ValueError(f"`alpha_max` must be positive and finite, got {alpha_max}.")
+    _check_alpha_max(alpha_max)
     if isinstance(budget, float | int) and not budget > 0:
         raise ValueError(
             f"`budget` must be positive (nats per token), got {budget}; pass None for "
@@ -88,14 +147,9 @@ def scale_by_predicted_kl(
             )
         q = predicted_kl(updates) if callable(predicted_kl) else predicted_kl
         q = jnp.asarray(q, jnp.float32)
-        if budget is None:
-            delta = jnp.float32(jnp.inf)
-        else:
-            delta = budget(state.count) if callable(budget) else budget
-            delta = jnp.asarray(delta, jnp.float32)
-        within_budget = jnp.where(q > 0, jnp.sqrt(delta / q), jnp.inf)
-        alpha = jnp.minimum(jnp.float32(alpha_max), within_budget)
-        alpha = jnp.where(jnp.isfinite(q), alpha, 0.0)
+        delta = budget(state.count) if callable(budget) else budget
+        delta = jnp.asarray(jnp.inf if delta is None else delta, jnp.float32)
+        alpha = kl_step_size(q, delta, alpha_max)
         scaled = jax.tree.map(
             # where, not a product: alpha = 0 must drop an update that is not finite
             lambda u: jnp.where(alpha > 0, alpha * u, 0.0).astype(u.dtype),
@@ -124,7 +178,7 @@ def predict_kl(
 
     with :math:`\dot z` the rate of change of ``logits / temperature`` along the update
     and :math:`p_t` the current policy: the second-order term of
-    :math:`KL(p_\alpha \| p_0)`, which grows as :math:`\alpha^2 q`.
+    :math:`KL(p_0 \| p_\alpha)`, which grows as :math:`\alpha^2 q`.
 
     Args:
         hidden: probes -> final hidden states; must use the plain form of the sketched
@@ -133,82 +187,256 @@ def predict_kl(
             time, so that logits of all tokens never exist.
         probes: the point of expansion, zeros.
         updates: the proposal, a tree like ``probes``.
-        mask: 1 for tokens that are contexts of a response, 0 for padding.
+        mask: weight of each token in the mean: 1 for contexts of a response, 0 for
+            padding (which may hold NaN).
         temperature: of the policy.
         chunk: tokens per chunk.
 
     Returns:
-        ``q`` in nats per token, and the hidden states at ``probes``.
+        ``q`` in nats per token, NaN for an empty mask, and the hidden states at
+        ``probes``.
 
     Reference: LoGRA, arXiv:2610.06647.
     """
     h, h_rate = jax.jvp(hidden, (probes,), (updates,))
 
     def variance(args):
-        z, z_rate = jax.jvp(lambda h: _scaled(head(h), temperature), args[:1], args[1:])
+        z, z_rate = jax.jvp(
+            lambda h: scaled_logits(head(h), temperature), args[:1], args[1:]
+        )
         p = jax.nn.softmax(z)
         mean = jnp.sum(p * z_rate, -1, keepdims=True)
         return 0.5 * jnp.sum(p * jnp.square(z_rate - mean), -1)
 
-    return _masked_mean(map_chunks(variance, (h, h_rate), chunk), mask), h
+    return masked_mean(map_chunks(variance, (h, h_rate), chunk), mask), h
 
 
-def realised_kl(
-    hidden_before: Float[Array, "tokens features"],
-    hidden_after: Float[Array, "tokens features"],
+def predict_kl_by_difference(
+    hidden: Callable[[PyTree], Float[Array, "tokens features"]],
     head: Head,
+    probes: PyTree,
+    updates: PyTree,
     mask: Bool[Array, " tokens"] | Float[Array, " tokens"],
     *,
     temperature: float | Array = 1.0,
     chunk: int = 256,
-) -> Float32[Array, ""]:
-    """``KL(p_before || p_after)`` in nats per token, in chunks like predict_kl.
+    step: float | Array = 1.0,
+    target: float | None = 1e-4,
+    engine: tuple[Int[Array, " tokens"], Float[Array, " tokens"]] | None = None,
+) -> tuple[Float32[Array, ""], Float[Array, "tokens features"]]:
+    r"""Predicted KL of the unscaled proposal, from probes of a finite size.
 
-    Both policies share ``head``. Use float32 hidden states: bfloat16 activations put a
-    floor of several 1e-4 nats under it.
-    """
+    The policy :math:`p_s` at ``probes + s * updates`` is measured on both sides:
 
-    def divergence(args):
-        before, after = (
-            jax.nn.log_softmax(_scaled(head(h), temperature)) for h in args
-        )
-        return jnp.sum(jnp.exp(before) * (before - after), -1)
+    .. math::
+        q = \frac{KL(p_0 \| p_s) + KL(p_0 \| p_{-s})}{2 s^2}
 
-    kl = map_chunks(divergence, (hidden_before, hidden_after), chunk)
-    return _masked_mean(kl, mask)
+    The cubic terms cancel, so this is :func:`predict_kl`'s ``q`` up to
+    :math:`O(s^2)`. It needs forward passes only: three, against one that carries
+    tangents.
 
+    **Size of the probe.** Too small a step drowns in rounding, too large a one leaves
+    the quadratic range, and the right one depends on the scale of the update. So the
+    step is judged by the KL that it makes: from ``step`` on, it is multiplied by
+    :math:`\sqrt{target / KL}` (at most by 1,000 either way, ten times) until the
+    measured KL lies within a factor of 10 of ``target``. A good start, such as
+    :math:`\sqrt{target / q}` of the last update, makes that one round. The default
+    target suits float32 activations. bfloat16 activations alone move the policy by
+    several 1e-4 nats: use float32, or a target well above that.
 
-def _scaled(logits: Array, temperature: float | Array) -> Array:
-    return logits.astype(jnp.float32) / temperature
+    **Against a rollout engine.** An engine with other kernels samples from :math:`e`,
+    which differs from :math:`p_0` under the same weights. Its sampled tokens
+    :math:`v` and their log-probs give :math:`KL(e \| p_s)` without bias as the mean
+    over tokens of
 
+    .. math::
+        K(s) = r_s - 1 - \log r_s, \qquad r_s = p_s(v) / e(v)
 
-def map_chunks(
-    f: Callable[[tuple[Array, ...]], Array], arrays: tuple[Array, ...], chunk: int
-) -> Array:
-    """Apply ``f`` to at most ``chunk`` tokens at a time, one piece after the other.
+    :math:`K(0)` is the mismatch. It is not the update's doing and is subtracted:
+
+    .. math::
+        q = \frac{K(s) + K(-s) - 2 K(0)}{2 s^2}
+
+    The mismatch also meets the update in a first-order cross term,
+    :math:`-s \sum_v (e - p_0)_v z'_v` with :math:`z` the scaled logits, which a
+    one-sided :math:`K(s) - K(0)` would keep; between :math:`s` and :math:`-s` it
+    cancels. Since :math:`KL(e \| p_s)'' = -\sum_v e_v (\log p_s)''_v` and
+    :math:`(\log p)'' = z'' - E_p z'' - Var_p z'`,
+
+    .. math::
+        E[q] = \tfrac12 \Big[ \operatorname{Var}_{p_0}(z')
+               + \sum_v (p_0 - e)_v z''_v \Big] + O(s^2)
+
+    so the bias is of second order, mismatch times curvature. With
+    :math:`a_\pm = \log p_{\pm s}(v) - \log p_0(v)` the numerator is, exactly,
+
+    .. math::
+        r_0 (e^{a_+} - 1 - a_+) + r_0 (e^{a_-} - 1 - a_-) + (r_0 - 1) (a_+ + a_-)
+
+    which is how it is computed: no two large numbers are subtracted. The first two
+    terms are never negative and have the mean :math:`KL(p_0 \| p_{\pm s})` (they judge
+    the step); the last carries the bias and, once the mismatch is large, noise enough
+    to make ``q`` negative. Even without mismatch a mean over sampled tokens
+    (:math:`\tfrac12 (\log p)'^2`) scatters more than one over the vocabulary.
+
+    Sampling with top-p or top-k leaves :math:`e` a smaller support than :math:`p`.
+    With log-probs of the unfiltered policy, ``q`` is then the mean of
+    :math:`\tfrac12 (\log p)'^2` over kept tokens only: what the update does to the
+    tail is unseen. With renormalised log-probs :math:`r_0` is the kept mass
+    :math:`m < 1` everywhere, and :math:`\tfrac12 (1 - m)(-(\log p)'' - (\log p)'^2)`
+    is added.
 
     Args:
-        f: maps arrays (size, features) to one value for each of ``size`` tokens.
-        arrays: each (tokens, features); padded with zeros to a whole number of pieces.
-        chunk: upper bound of ``size``.
+        hidden: probes -> final hidden states; as in :func:`predict_kl`.
+        head: hidden states -> logits (tokens, vocab), ``chunk`` tokens at a time.
+        probes: the point of expansion, zeros.
+        updates: the proposal, a tree like ``probes``.
+        mask: weight of each token in the mean; padding may hold NaN.
+        temperature: of the policy.
+        chunk: tokens per chunk.
+        step: where the search for :math:`s` starts, or :math:`s` itself.
+        target: KL that the probe should make, nats per token; ``None`` takes ``step``
+            as it is.
+        engine: the sampled token that followed each context, and its log-prob in nats
+            as the engine reported it, at the same temperature; ``None`` measures the
+            trainer's policy against itself, over the whole vocabulary.
 
     Returns:
-        ``f``'s values, (tokens,).
+        ``q`` in nats per token, NaN for an empty mask, and the hidden states at
+        ``probes``.
+
+    Reference: LoGRA, arXiv:2610.06647 (finite-difference probe, mismatch subtraction).
     """
-    if chunk < 1:
-        raise ValueError(f"`chunk` must be at least 1 token, got {chunk}.")
-    tokens = arrays[0].shape[0]
-    chunks = -(-tokens // chunk)
-    size = -(-tokens // chunks)
-    padding = chunks * size - tokens
-    pieces = [
-        jnp.pad(a, ((0, padding), (0, 0))).reshape(chunks, size, -1) for a in arrays
-    ]
-    return lax.map(f, tuple(pieces)).reshape(-1)[:tokens]
+    for name, value in (("step", step), ("target", target)):
+        is_number = isinstance(value, float | int)
+        if is_number and not 0 < value < float("inf"):
+            raise ValueError(
+                f"`{name}` must be positive and finite, got {value}; leave it out for "
+                "the default."
+            )
+    before = hidden(probes)
+
+    def moved(s: Array) -> Array:
+        return hidden(
+            jax.tree.map(lambda p, u: (p + s * u).astype(p.dtype), probes, updates)
+        )
+
+    policy = _Policy(head, temperature, chunk, mask)
+    if engine is None:
+        measure = _measure_vocabulary(policy, before, moved)
+    else:
+        measure = _measure_tokens(policy, before, moved, *engine)
+    if target is None:
+        end = _measure_once(measure, _Search.start(step), 1.0)
+    else:
+        is_measurable = (jnp.sum(mask) > 0) & _is_finite_and_not_zero(updates)
+        end = _search_step(measure, step, target, is_measurable)
+    return (end.size + end.cross) / jnp.square(end.step), before
 
 
-def _masked_mean(values: Array, mask: Array) -> Array:
-    mask = mask.astype(jnp.float32)
-    # where, not a product: padding may hold what is not finite
-    total = jnp.sum(jnp.where(mask > 0, values * mask, 0.0))
-    return total / jnp.maximum(jnp.sum(mask), 1.0)
+class _Policy(NamedTuple):
+    """How hidden states become a policy, and which tokens it is measured on."""
+
+    head: Head
+    temperature: float | Array
+    chunk: int
+    mask: Array
+
+
+class _Search(NamedTuple):
+    """The last measurement of a search for the step; float32 scalars but for rounds."""
+
+    step: Array
+    size: Array  # KL(p_0 || p_s) in nats per token, mean of both sides
+    cross: Array  # mismatch times second difference, nats per token
+    rounds: Array  # int32, measurements so far
+
+    @classmethod
+    def start(cls, step: float | Array) -> "_Search":
+        zero = jnp.float32(0)
+        return cls(jnp.asarray(step, jnp.float32), zero, zero, jnp.int32(0))
+
+
+# Steps (s, -s) -> size and cross, means over tokens of both sides.
+_Measure = Callable[[Array], tuple[Array, Array]]
+
+
+def _measure_vocabulary(
+    policy: _Policy, before: Array, moved: Callable[[Array], Array]
+) -> _Measure:
+    def mean_divergence(args):
+        p, forth, back = (log_policy(policy.head(h), policy.temperature) for h in args)
+        return 0.5 * (divergence(p, forth) + divergence(p, back))
+
+    def measure(steps: Array) -> tuple[Array, Array]:
+        states = (before, *lax.map(moved, steps))
+        kl = map_chunks(mean_divergence, states, policy.chunk)
+        return masked_mean(kl, policy.mask), jnp.float32(0)
+
+    return measure
+
+
+def _measure_tokens(
+    policy: _Policy,
+    before: Array,
+    moved: Callable[[Array], Array],
+    tokens: Array,
+    reported: Array,
+) -> _Measure:
+    def pick(args):
+        logprobs = log_policy(policy.head(args[0]), policy.temperature)
+        return jnp.take_along_axis(logprobs, args[1], -1)[:, 0]
+
+    def logprob(h: Array) -> Array:
+        return map_chunks(pick, (h, tokens[:, None]), policy.chunk)
+
+    log_p = logprob(before)
+    log_r = log_p - reported
+
+    def measure(steps: Array) -> tuple[Array, Array]:
+        a = lax.map(lambda s: logprob(moved(s)) - log_p, steps)
+        size = jnp.exp(log_r) * jnp.mean(exp_excess(a), 0)
+        cross = jnp.expm1(log_r) * jnp.mean(a, 0)
+        return masked_mean(size, policy.mask), masked_mean(cross, policy.mask)
+
+    return measure
+
+
+def _search_step(
+    measure: _Measure, step: float | Array, target: float, is_measurable: Array
+) -> _Search:
+    """Measure until the KL is near ``target``; once where it never will be."""
+
+    def should_go_on(search: _Search) -> Array:
+        ratio = search.size / target
+        is_near = (ratio > 1 / _WINDOW) & (ratio < _WINDOW)
+        is_open = is_measurable & ~is_near & (search.rounds < _ROUNDS)
+        return (search.rounds == 0) | is_open
+
+    return lax.while_loop(
+        should_go_on,
+        lambda search: _measure_once(measure, search, target),
+        _Search.start(step),
+    )
+
+
+def _measure_once(measure: _Measure, search: _Search, target: float) -> _Search:
+    factor = jnp.clip(jnp.sqrt(target / search.size), 1 / _STRIDE, _STRIDE)
+    # A policy that cannot be computed lies too far away.
+    factor = jnp.where(jnp.isnan(factor), 1 / _STRIDE, factor)
+    step = search.step * jnp.where(search.rounds == 0, 1.0, factor)
+    return _Search(step, *measure(jnp.stack([step, -step])), search.rounds + 1)
+
+
+def _is_finite_and_not_zero(tree: PyTree) -> Array:
+    largest = jnp.stack([jnp.max(jnp.abs(x)) for x in jax.tree.leaves(tree)])
+    return jnp.all(jnp.isfinite(largest)) & jnp.any(largest > 0)
+
+
+def _check_alpha_max(alpha_max: float | Array) -> None:
+    # Arrays are values of the running program (optax.inject_hyperparams): unchecked.
+    if not isinstance(alpha_max, Array) and not 0 < alpha_max < float("inf"):
+        raise ValueError(
+            f"`alpha_max` must be positive and finite, got {alpha_max}; 1.0 never "
+            "enlarges an update."
+        )

@@ -15,7 +15,7 @@ def take_layer(stack: jax.Array, index: jax.Array) -> jax.Array:
     """``stack[index]``; of a bfloat16 stack by way of its bits, where that is needed.
 
     The barrier keeps XLA from reinterpreting (and so copying) the whole stack ahead of
-    the loop.
+    a loop.
     """
     if stack.dtype != jnp.bfloat16 or not BFLOAT16_SLICES_ARE_CONVERTED:
         return lax.dynamic_index_in_dim(stack, index, keepdims=False)
@@ -31,6 +31,21 @@ def _take_layer_jvp(primals, tangents):
     stack, index = primals
     tangent = lax.dynamic_index_in_dim(tangents[0], index, keepdims=False)
     return take_layer(stack, index), tangent
+
+
+@jax.custom_jvp
+def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
+    """``table[indices]`` of an embedding, in the same way."""
+    if table.dtype != jnp.bfloat16 or not BFLOAT16_SLICES_ARE_CONVERTED:
+        return table[indices]
+    table, indices = lax.optimization_barrier((table, indices))
+    bits = lax.bitcast_convert_type(table, jnp.uint16)
+    return lax.bitcast_convert_type(bits[indices], jnp.bfloat16)
+
+
+@take_rows.defjvp
+def _take_rows_jvp(primals, tangents):
+    return take_rows(*primals), tangents[0][primals[1]]
 
 
 def rows_within(shape: tuple[int, int], limit: int) -> int:

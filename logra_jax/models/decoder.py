@@ -14,7 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from logra_jax.algorithm.slicing import rows_within, take_layer
+from logra_jax.algorithm.slicing import rows_within, take_layer, take_rows
 from logra_jax.models.stack import REMAT, scan_layers
 
 # Entries of the head that are widened at once: 16 MiB of float32.
@@ -192,7 +192,7 @@ class Decoder(nnx.Module):
             time, kv_heads, head_dim).
         """
         embedding = self.embed_tokens.embedding[...]
-        h = embedding[tokens].astype(dtype or self.activations)
+        h = take_rows(embedding, tokens).astype(dtype or self.activations)
         rotary = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
         masks = [p.mask[:, None, :] for p in past]
         graph, weights = nnx.split(self.layers)

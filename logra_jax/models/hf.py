@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,17 @@ def save_decoder(
     Raises:
         ValueError: ``directory`` exists already, or ``source`` has no config.json.
     """
+    return save_tensors(named_tensors(model), directory, source=source, dtype=dtype)
+
+
+def save_tensors(
+    tensors: Iterable[tuple[str, np.ndarray]],
+    directory: str | Path,
+    *,
+    source: str | Path,
+    dtype: DTypeLike = jnp.bfloat16,
+) -> Path:
+    """:func:`save_decoder` of tensors by their Hugging Face names."""
     import ml_dtypes  # noqa: F401  numpy's bfloat16, which safetensors looks up by name
     from safetensors.numpy import save_file
 
@@ -169,11 +180,11 @@ def save_decoder(
     try:
         _copy_companions(source, aside)
         (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        tensors = {
+        cast = {
             name: np.ascontiguousarray(value.astype(jnp.dtype(dtype)))
-            for name, value in named_tensors(model)
+            for name, value in tensors
         }
-        save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
+        save_file(cast, aside / "model.safetensors", metadata={"format": "pt"})
         (aside / "model.safetensors").chmod(0o644)
         os.replace(aside, directory)
     except BaseException:
@@ -273,6 +284,16 @@ def _load_variable(
     return jnp.asarray(gathered)
 
 
+def load_tensors(directory: str | Path) -> dict[str, np.ndarray]:
+    """Every tensor of a Hugging Face directory, on the host, writable.
+
+    Raises:
+        ValueError: no weights there, or damaged ones.
+    """
+    with _SafetensorsReader(Path(directory)) as reader:
+        return {name: reader.read(name) for name in reader.names()}
+
+
 class _SafetensorsReader:
     """Tensors by name from model.safetensors, or from shards named in an index."""
 
@@ -297,29 +318,43 @@ class _SafetensorsReader:
     def __exit__(self, *_) -> None:
         self._open.clear()
 
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        if self.files is not None:
+            return sorted(self.files)
+        return sorted(self._handle("model.safetensors").keys())
+
     def read(self, name: str) -> np.ndarray:
-        import ml_dtypes  # noqa: F401  lets numpy know bfloat16
-        from safetensors import SafetensorError, safe_open
+        """One tensor."""
+        from safetensors import SafetensorError
 
         file = "model.safetensors" if self.files is None else self.files.get(name)
-        try:
-            if file is None:
-                raise KeyError(name)
-            if file not in self._open:
-                self._open[file] = safe_open(self.directory / file, framework="numpy")
-            if name not in self._open[file].keys():  # noqa: SIM118  not a mapping
-                raise KeyError(name)
-            return self._open[file].get_tensor(name)
-        except KeyError:
+        if file is None or name not in self._handle(file).keys():  # noqa: SIM118
             raise ValueError(
                 f"`{name}` is missing from the weights in {str(self.directory)!r}; the "
                 "checkpoint is incomplete or not of this architecture."
-            ) from None
+            )
+        try:
+            return self._handle(file).get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise ValueError(
-                f"`{file}` in {str(self.directory)!r} cannot be read: {error}; it is "
-                "damaged or incomplete, fetch it again."
-            ) from None
+            raise self._damaged(file, error) from None
+
+    def _handle(self, file: str) -> Any:
+        import ml_dtypes  # noqa: F401  lets numpy know bfloat16
+        from safetensors import SafetensorError, safe_open
+
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self.directory / file, framework="numpy")
+            except (SafetensorError, OSError) as error:
+                raise self._damaged(file, error) from None
+        return self._open[file]
+
+    def _damaged(self, file: str, error: Exception) -> ValueError:
+        return ValueError(
+            f"`{file}` in {str(self.directory)!r} cannot be read: {error}; it is "
+            "damaged or incomplete, fetch it again."
+        )
 
 
 def _copy_companions(source: Path, target: Path) -> None:

@@ -125,9 +125,11 @@ def _generate(
         # Once for all tokens: a CPU computes in the activations' dtype, and widening
         # every matrix for every token would cost a third of the time.
         weights = jax.tree.map(
-            lambda w: w.astype(jnp.promote_types(w.dtype, model.activations))
-            if jnp.issubdtype(w.dtype, jnp.floating)
-            else w,
+            lambda w: (
+                w.astype(jnp.promote_types(w.dtype, model.activations))
+                if jnp.issubdtype(w.dtype, jnp.floating)
+                else w
+            ),
             weights,
         )
         model = nnx.merge(graph, weights)

@@ -55,9 +55,12 @@ def bench_merge(
     Raises:
         ValueError: ``tokens`` below 1, a bad model or task.
     """
+    from rich.console import Console
+
     if tokens < 1:
         raise ValueError(f"`--tokens` must be at least 1, got {tokens}.")
-    with Display(total_steps=0) as display:
+    # Standard error: standard output is for the result.
+    with Display(total_steps=0, console=Console(stderr=True)) as display:
         with display.phase("loading the model"):
             task, directory = load_task(config), model_directory(config)
             policy, weights = load_policy(config, task, directory)
@@ -176,7 +179,7 @@ def _time_in_turns(
     seconds: dict[str, list[float]] = {"step": [], **{name: [] for name in merges}}
     for _ in range(1 + repetitions):
         began = time.perf_counter()
-        state, _ = jax.block_until_ready(step(state, batch))
+        state, _, _ = jax.block_until_ready(step(state, batch))
         seconds["step"].append(time.perf_counter() - began)
         for name, run in merges.items():
             began = time.perf_counter()

@@ -3,8 +3,10 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -17,12 +19,17 @@ from logra_jax.algorithm.sketch import Probe, perturbed, sketch
 from logra_jax.models.hf import load_decoder
 from logra_jax.models.packaged import is_packaged, packaged_model
 from logra_jax.models.tokenizer import ChatTokenizer
-from logra_jax.rl.rewards import ReasoningGymReward, RewardPool
-from logra_jax.rl.tasks import Question, Task, reasoning_gym_task
+from logra_jax.rl.rewards import ReasoningGymReward, RewardPool, Rewards
+from logra_jax.rl.tasks import Question, Task, draw, reasoning_gym_task
 from logra_jax.rollout.local import LocalEngine
 from logra_jax.rollout.types import Completions, Sampling, common_prefix
+from logra_jax.training.budget import build_budget
+from logra_jax.training.monitor import LossOptions, Monitor, build_monitor
 from logra_jax.training.schema import Config, default_cache_dir
+from logra_jax.training.state import Batch
 from logra_jax.training.step import Step, StepOptions, build_step
+
+Item = TypeVar("Item")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +165,8 @@ def load_policy(
 
 def basis_of(config: Config) -> Basis:
     """The run's basis rule."""
-    return Basis(seed=config.seed, refresh=config.sketch.refresh)
+    sketch = config.sketch
+    return Basis(seed=config.seed, refresh=sketch.refresh, kind=sketch.basis)
 
 
 def build_rewards(config: Config) -> RewardPool:
@@ -187,14 +195,13 @@ def build_optimizer(config: Config) -> optax.GradientTransformation:
 
 
 def build_controller(config: Config) -> optax.GradientTransformationExtraArgs:
-    """Proposal -> update within the KL budget."""
-    kl = config.kl
-    if kl.budget == "cosine":
-        steps = max(1, config.train.steps - 1)
-        budget = optax.cosine_decay_schedule(kl.start, steps, kl.end / kl.start)
-    else:
-        budget = kl.start if kl.budget == "constant" else None
-    return scale_by_predicted_kl(budget, kl.alpha_max)
+    """Proposal -> update within the KL budget.
+
+    Raises:
+        ValueError: the budget's schedule does not run, or not to budgets.
+    """
+    budget = build_budget(config.kl, config.train.steps)
+    return scale_by_predicted_kl(budget, config.kl.alpha_max)
 
 
 def build_training_step(
@@ -207,9 +214,11 @@ def build_training_step(
     options = StepOptions(
         basis=basis_of(config),
         rounding=config.sketch.rounding,
+        bits=config.sketch.bits,
         temperature=config.rollout.temperature,
         microbatch=config.train.microbatch,
-        kl_responses=config.kl.responses,
+        kl_estimator=config.kl.estimator,
+        kl_share=config.kl.share,
         advantage=config.rl.advantage,
         group=config.rl.responses_per_prompt,
         baseline_decay=config.rl.baseline_decay,
@@ -221,6 +230,30 @@ def build_training_step(
     )
 
 
+def loss_options_of(config: Config) -> LossOptions:
+    """The policy loss, for measurements beside the training step."""
+    rl = config.rl
+    return LossOptions(
+        temperature=config.rollout.temperature,
+        advantage=rl.advantage,
+        group=rl.responses_per_prompt,
+        baseline_decay=rl.baseline_decay,
+        clip_low=rl.clip_low,
+        clip_high=rl.clip_high,
+    )
+
+
+def build_training_monitor(config: Config, policy: Policy) -> Monitor:
+    """The jitted measurement of how well the sketches keep real gradients."""
+    return build_monitor(
+        policy.graph,
+        policy.probes,
+        loss_options_of(config),
+        responses=config.monitor.responses,
+        kind=config.sketch.basis,
+    )
+
+
 def sampling_of(config: Config) -> Sampling:
     """How training responses are sampled."""
     rollout = config.rollout
@@ -229,7 +262,29 @@ def sampling_of(config: Config) -> Sampling:
     )
 
 
-def repeat_to(items: Sequence[Question], count: int) -> list[Question]:
+def training_questions(config: Config, task: Task, step: int) -> list[Question]:
+    """The questions of one update's batch, each as often as it is answered."""
+    group = config.rl.responses_per_prompt
+    count = config.train.batch // group
+    drawn = draw(task.train, count, seed=config.seed, start=step * count)
+    return [question for question in drawn for _ in range(group)]
+
+
+def to_batch(completions: Completions, rewards: Rewards) -> Batch:
+    """Responses and their scores as the training step takes them."""
+    prompts = completions.prompts
+    return Batch(
+        prefix=jnp.asarray(prompts.prefix),
+        prompts=jnp.asarray(prompts.tokens),
+        prompt_lengths=jnp.asarray(prompts.lengths),
+        completions=jnp.asarray(completions.tokens),
+        mask=jnp.asarray(completions.mask),
+        logprobs=jnp.asarray(completions.logprobs),
+        rewards=jnp.asarray(rewards.values),
+    )
+
+
+def repeat_to(items: Sequence[Item], count: int) -> list[Item]:
     """``count`` items, going round ``items`` as often as it takes."""
     return [items[i % len(items)] for i in range(count)]
 

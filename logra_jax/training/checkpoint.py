@@ -25,6 +25,7 @@ _FREE = (
     "train.checkpoint_every",
     "train.target_accuracy",
     "train.keep_checkpoints",
+    "train.save_updates",
     "eval.",
     "reward.workers",
 )

@@ -192,6 +192,10 @@ class Display:
         """Write a line of its own, as it stands."""
         self._write(text)
 
+    def warn(self, text: str) -> None:
+        """Write a line that asks for attention."""
+        self._write(f"! {text}", "yellow")
+
     def _write(self, text: str, style: str = "") -> None:
         self._console.print(Text(text, style), soft_wrap=True)
 

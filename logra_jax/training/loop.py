@@ -11,18 +11,20 @@ from pathlib import Path
 from types import FrameType
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from logra_jax.rl.rewards import RewardPool, Rewards
-from logra_jax.rl.tasks import Question, Task, draw
+from logra_jax.rl.tasks import Task
 from logra_jax.rollout.types import Completions
+from logra_jax.training.alarms import AlarmLog, find_alarms
 from logra_jax.training.assemble import (
     Policy,
+    basis_of,
     build_controller,
     build_optimizer,
     build_rewards,
+    build_training_monitor,
     build_training_step,
     enable_compile_cache,
     load_policy,
@@ -30,6 +32,8 @@ from logra_jax.training.assemble import (
     model_directory,
     sampling_of,
     stream_key,
+    to_batch,
+    training_questions,
 )
 from logra_jax.training.checkpoint import (
     CONFIG_FILE,
@@ -44,7 +48,8 @@ from logra_jax.training.export import MODEL_DIRECTORY, export_model
 from logra_jax.training.journal import Journal, has_metrics, read_metrics
 from logra_jax.training.plots import write_plots
 from logra_jax.training.schema import Config, default_run_dir
-from logra_jax.training.state import Batch, TrainState, initial_state
+from logra_jax.training.state import TrainState, initial_state
+from logra_jax.training.updates import UpdateFiles
 
 _GIB = 2**30
 _LINUX_RSS_UNIT = 1024  # ru_maxrss is in KiB on Linux, in bytes on macOS
@@ -130,6 +135,8 @@ class _Run:
         self.optimizer = build_optimizer(config)
         self.controller = build_controller(config)
         self.step = build_training_step(config, policy, self.optimizer, self.controller)
+        self.monitor = build_training_monitor(config, policy)
+        self.updates: UpdateFiles | None = None
         self.began = time.monotonic()
         self.seconds: dict[str, float] = {}
 
@@ -145,8 +152,12 @@ class _Run:
             if saved is not None:
                 with self._timed("checkpoint", "restoring the checkpoint"):
                     state = checkpoints.restore(state)
+            kept = self._kept_step(saved)
+            if train.save_updates:
+                self.updates = self._update_files(state)
+            self.alarms = AlarmLog(self.run_dir, resume_step=kept)
             with (
-                Journal(self.run_dir, resume_step=self._kept_step(saved)) as journal,
+                Journal(self.run_dir, resume_step=kept) as journal,
                 _Interrupt() as interrupt,
             ):
                 if saved is None:
@@ -177,6 +188,16 @@ class _Run:
         self._finish(state)
         return 0
 
+    def _update_files(self, state: TrainState) -> UpdateFiles:
+        return UpdateFiles(
+            self.run_dir,
+            self.policy.graph,
+            self.policy.probes,
+            basis_of(self.config),
+            self.config.sketch.rounding,
+            state.weights,
+        )
+
     def _kept_step(self, saved: int | None) -> int | None:
         """The journal's last step to keep; None for a journal that is not there yet."""
         if self.config.resume is None:
@@ -189,7 +210,7 @@ class _Run:
     def _update(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
         """Sample, score, step: the next state, and the step's metrics."""
         index = int(state.step)
-        questions = self._questions(index)
+        questions = training_questions(self.config, self.task, index)
         with self._timed("rollout", "rollout"):
             completions, texts = self.policy.respond(
                 state.weights,
@@ -199,16 +220,19 @@ class _Run:
             )
         with self._timed("reward", "reward"):
             rewards = self.rewards.score(questions, texts)
+        batch, seen = to_batch(completions, rewards), {}
+        every = self.config.monitor.every
+        if every and (index + 1) % every == 0:
+            # Before the update, which the state does not survive.
+            with self._timed("monitor", "measuring gradients"):
+                seen = self.monitor(state, batch)
         with self._timed("step", "update"):
-            state, metrics = self.step(state, _to_batch(completions, rewards))
+            state, metrics, factors = self.step(state, batch)
             metrics = {name: float(value) for name, value in metrics.items()}
-        return state, _rollout_metrics(completions, rewards) | metrics
-
-    def _questions(self, step: int) -> list[Question]:
-        group = self.config.rl.responses_per_prompt
-        count = self.config.train.batch // group
-        drawn = draw(self.task.train, count, seed=self.config.seed, start=step * count)
-        return [question for question in drawn for _ in range(group)]
+        if self.updates:
+            with self._timed("save", "writing the update"):
+                self.updates.write(index + 1, factors, state.weights)
+        return state, _rollout_metrics(completions, rewards) | metrics | seen
 
     def _evaluate(self, state: TrainState) -> dict[str, float | int]:
         with self._timed("eval", "evaluation"):
@@ -231,13 +255,21 @@ class _Run:
         return target is not None and metrics.get("heldout/sampled", -1.0) >= target
 
     def _record(self, journal: Journal, step: int, metrics: dict) -> None:
-        """Journal and show one step; its phases' seconds start again from here."""
+        """Journal and show one step; its phases' seconds start again from here.
+
+        An alarm is shown when it begins, and recorded at every step that it lasts.
+        """
+        config = self.config
+        found = find_alarms(metrics, config.monitor, responses=config.train.batch)
+        metrics = metrics | {"alarms": len(found)}
         self.seconds["total"] = time.monotonic() - self.began
         values = metrics | {f"seconds/{k}": v for k, v in self.seconds.items()}
         values |= _memory()
         self.seconds = {}
         journal.write(step, values)
         self.display.step(step, values)
+        for alarm in self.alarms.write(step, found):
+            self.display.warn(alarm.message)
 
     def _finish(self, state: TrainState) -> None:
         """Export the model, draw the plots, show what the run came to."""
@@ -293,19 +325,6 @@ class _Interrupt:
     def _restore(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
-
-
-def _to_batch(completions: Completions, rewards: Rewards) -> Batch:
-    prompts = completions.prompts
-    return Batch(
-        prefix=jnp.asarray(prompts.prefix),
-        prompts=jnp.asarray(prompts.tokens),
-        prompt_lengths=jnp.asarray(prompts.lengths),
-        completions=jnp.asarray(completions.tokens),
-        mask=jnp.asarray(completions.mask),
-        logprobs=jnp.asarray(completions.logprobs),
-        rewards=jnp.asarray(rewards.values),
-    )
 
 
 def _rollout_metrics(completions: Completions, rewards: Rewards) -> dict[str, float]:

@@ -37,6 +37,13 @@ def _seed(name: str, value: int) -> None:
     require(0 <= value < 2**32, name, value, "lie in [0, 2**32)")
 
 
+def _regular_expression(name: str, value: object) -> None:
+    try:
+        re.compile(str(value))
+    except re.error as error:
+        require(False, name, value, "be a regular expression", str(error))
+
+
 def _nearest_divisor(n: int, near: int) -> int:
     """The divisor of `n` closest to `near`."""
     return min((d for d in range(1, n + 1) if n % d == 0), key=lambda d: abs(d - near))
@@ -78,25 +85,44 @@ class ModelConfig:
 class SketchConfig:
     """Which projections are trained, and through how wide a sketch."""
 
-    rank: int = 64
-    """Columns of each sketch (r)."""
+    rank: Any = 64
+    """Columns of each sketch (r): a number, or numbers by regular expression, such as
+    `{mlp: 32, attn: 16}`; the first that a projection's name contains is its own."""
     match: str = r"(q|k|v|o|gate|up|down)_proj"
     """Regular expression that a trained projection's name contains."""
+    basis: Literal["rademacher", "gaussian"] = "rademacher"
+    """Entries of the random basis: signs, or normal ones on an 8-bit grid."""
     refresh: bool = True
     """Draw a new basis at every update; otherwise one basis serves the whole run."""
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     """How an update lands on bf16 weights; `nearest` loses most of a small one."""
+    bits: int = 16
+    """Of the integers that an update is merged and sent as: 16 or 8."""
 
     def __post_init__(self) -> None:
         """Check values."""
-        _at_least("sketch.rank", self.rank, 1, "16 to 64 is usual")
-        try:
-            re.compile(self.match)
-        except re.error as error:
-            raise ValueError(
-                f"`sketch.match` must be a regular expression, got {self.match!r}; "
-                f"{error}."
-            ) from None
+        require(self.bits in (8, 16), "sketch.bits", self.bits, "be 8 or 16")
+        _regular_expression("sketch.match", self.match)
+        is_mapping = isinstance(self.rank, dict)
+        for pattern, rank in self.rank.items() if is_mapping else [("", self.rank)]:
+            name = f"sketch.rank.{pattern}" if is_mapping else "sketch.rank"
+            if is_mapping:
+                _regular_expression("A key of `sketch.rank`", pattern)
+            require(
+                isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1,
+                name,
+                rank,
+                "be a whole number of at least 1"
+                + ("" if is_mapping else ", or such numbers by regular expression"),
+                "16 to 64 is usual",
+            )
+        require(
+            self.rank != {},
+            "sketch.rank",
+            self.rank,
+            "hold a regular expression for every projection",
+            "a number serves them all",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,28 +147,57 @@ class OptimizerConfig:
             _positive("optimizer.clip_norm", self.clip_norm, "use null for no clipping")
 
 
+BUDGETS = ("cosine", "constant", "none")  # `kl.budget` apart from optax schedules
+
+
 @dataclass(frozen=True, kw_only=True)
 class KLConfig:
     """The predicted KL an update may spend, in nats per token."""
 
-    budget: Literal["cosine", "constant", "none"] = "cosine"
+    estimator: Literal["jvp", "difference", "engine"] = "jvp"
+    """How the KL is predicted: by forward-mode differentiation, by probes of a finite
+    size, or by such probes against the engine's log-probs, less their mismatch."""
+    share: float = 0.125
+    """Share of the batch's responses on which it is predicted; at least one, spread
+    evenly over the batch, and so over prompts."""
+    budget: str = "cosine"
     """`cosine` falls from `start` to `end` over the run, `constant` stays at `start`,
-    `none` takes the optimizer's step as it is."""
+    `none` takes the optimizer's step as it is; or the name of an optax schedule, such
+    as `exponential_decay`, with its arguments in `schedule`."""
     start: float = 1e-2
-    """Budget of the first update, nats per token."""
+    """Budget of the first update, nats per token; `cosine` and `constant` only."""
     end: float = 1e-3
     """Budget of the last update, nats per token; `cosine` only."""
+    schedule: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the optax schedule; values in nats per token, steps in updates."""
     alpha_max: float = 100.0
     """Largest factor by which a proposed step may be scaled."""
-    responses: int = 8
-    """Responses of the batch on which the KL is predicted."""
 
     def __post_init__(self) -> None:
         """Check values."""
+        require(
+            0 < self.share <= 1,
+            "kl.share",
+            self.share,
+            "lie in (0, 1]",
+            "0.125 is usual",
+        )
         _positive("kl.start", self.start, "1e-3 to 2e-2 nats per token is usual")
         _positive("kl.end", self.end, "1e-3 nats per token is usual")
         _positive("kl.alpha_max", self.alpha_max)
-        _at_least("kl.responses", self.responses, 1)
+        if self.budget not in BUDGETS:
+            # Only here: optax brings JAX, and a config should load without it.
+            from logra_jax.training.budget import check_schedule
+
+            check_schedule(self)
+        else:
+            require(
+                not self.schedule,
+                "kl.schedule",
+                self.schedule,
+                f"be empty when `kl.budget` is {self.budget}",
+                "it is for optax schedules, such as kl.budget=exponential_decay",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,6 +336,8 @@ class TrainConfig:
     """Stop when held-out accuracy at T=1 reaches this; null runs all steps."""
     keep_checkpoints: int = 2
     """Newest checkpoints kept."""
+    save_updates: bool = False
+    """Keep every update in `updates/`, in the bytes that a rollout server receives."""
 
     def __post_init__(self) -> None:
         """Check values."""
@@ -321,6 +378,50 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MonitorConfig:
+    """A look at real gradients now and then, and when a metric raises an alarm."""
+
+    every: int = 0
+    """Updates between measurements of how well the sketches keep gradients; 0 is never;
+    each costs about one dense gradient of `responses`."""
+    responses: int = 8
+    """Responses of the batch whose gradient is measured, spread evenly over it."""
+    min_cos_c: float = 0.25
+    """Alarm below this gain of a layer kind's step at equal KL, of the dense step's."""
+    min_snr: float = 0.5
+    """Alarm below this signal-to-noise ratio in any layer."""
+    kl_ratio_low: float = 0.3
+    """Alarm below this ratio of the realised KL to the predicted one."""
+    kl_ratio_high: float = 3.0
+    """Alarm above this ratio of the realised KL to the predicted one."""
+    landed_low: float = 0.5
+    """Alarm below this part of an update landing on the weights, in its direction."""
+    landed_high: float = 1.5
+    """Alarm above this part."""
+    max_truncated: float = 0.95
+    """Alarm above this share of responses cut at the length limit."""
+    max_failed: float = 0.1
+    """Alarm above this share of responses whose scoring raised, or timed out."""
+
+    def __post_init__(self) -> None:
+        """Check values."""
+        _at_least("monitor.every", self.every, 0, "0 turns it off")
+        _at_least("monitor.responses", self.responses, 1, "8 is usual")
+        for name in ("min_cos_c", "min_snr", "max_truncated", "max_failed"):
+            value = getattr(self, name)
+            require(0 <= value <= 1, f"monitor.{name}", value, "lie in [0, 1]")
+        for name in ("kl_ratio", "landed"):
+            low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
+            require(
+                0 <= low < high,
+                f"monitor.{name}_low",
+                low,
+                f"be at least 0 and below `monitor.{name}_high` ({high})",
+                "0 never raises an alarm",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole run. `load_config` builds it from a file and overrides."""
 
@@ -344,6 +445,7 @@ class Config:
     rl: RLConfig = field(default_factory=RLConfig)
     train: TrainConfig
     eval: EvalConfig = field(default_factory=EvalConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
 
     def __post_init__(self) -> None:
         """Check what concerns more than one stage."""
@@ -357,9 +459,9 @@ class Config:
             f"{_nearest_divisor(batch, n)} does",
         )
         require(
-            self.kl.responses <= batch,
-            "kl.responses",
-            self.kl.responses,
+            self.monitor.every == 0 or self.monitor.responses <= batch,
+            "monitor.responses",
+            self.monitor.responses,
             f"be at most `train.batch` ({batch})",
         )
 

@@ -7,14 +7,17 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from logra_jax.algorithm.basis import Basis
-from logra_jax.algorithm.low_rank import merge
+from logra_jax.algorithm.divergence import exp_excess, realised_kl
+from logra_jax.algorithm.factor import quantise
+from logra_jax.algorithm.low_rank import check_moments
+from logra_jax.algorithm.merge import Landing, combine, merge_measured
 from logra_jax.algorithm.predicted_kl import (
     PredictedKLState,
     predict_kl,
-    realised_kl,
+    predict_kl_by_difference,
 )
 from logra_jax.models.decoder import Decoder
 from logra_jax.models.logprobs import token_logprobs
@@ -23,7 +26,11 @@ from logra_jax.rl.losses import ppo_clip
 from logra_jax.rollout.local import prefill
 from logra_jax.training.state import Batch, TrainState, rows
 
-Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]
+_PROBE_KL = 1e-4  # nats per token: the KL that a finite-difference probe makes
+
+# The next state, metrics, and the factors that were merged (what a server needs).
+Stepped = tuple[TrainState, dict[str, Array], nnx.State]
+Step = Callable[[TrainState, Batch], Stepped]
 
 
 class StepOptions(NamedTuple):
@@ -31,9 +38,11 @@ class StepOptions(NamedTuple):
 
     basis: Basis
     rounding: str
+    bits: int  # of the factor
     temperature: float
     microbatch: int  # responses per microbatch; divides the batch
-    kl_responses: int  # responses that the KL is measured on
+    kl_estimator: str  # jvp, difference or engine
+    kl_share: float  # of the responses, that the KL is measured on
     advantage: str
     group: int  # responses per prompt
     baseline_decay: float
@@ -49,7 +58,7 @@ def build_step(
     controller: optax.GradientTransformationExtraArgs,
     options: StepOptions,
 ) -> Step:
-    """The jitted update ``(state, batch) -> (state, metrics)``; ``state`` is donated.
+    """The jitted update ``(state, batch) -> Stepped``; ``state`` is donated.
 
     Args:
         graph: of the sketched model.
@@ -58,60 +67,126 @@ def build_step(
         optimizer: sketches -> proposal, such as clip, RowAdam and the learning rate.
         controller: scales the proposal by its predicted KL.
         options: static choices.
+
+    Raises:
+        ValueError: the optimizer keeps moments that a refreshed basis would void.
     """
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
+    check_moments(jax.eval_shape(optimizer.init, probes), probes, options.basis)
+
+    def step(state: TrainState, batch: Batch) -> Stepped:
         advantages, baseline = _advantages(state, batch, options)
         sketches, metrics = _accumulate(
             graph, probes, state.weights, batch, advantages, options
         )
         proposal, optimizer_state = optimizer.update(sketches, state.optimizer)
 
-        few = rows(batch, lambda a: a[:: max(1, len(a) // options.kl_responses)])
-        few = rows(few, lambda a: a[: options.kl_responses])
+        few = _share(batch, options.kl_share)
         mask = few.mask.reshape(-1)
-        head = nnx.merge(plain_graph, probes, state.weights).logits
-        q, hidden_before = predict_kl(
-            lambda p: _response_hidden(plain_graph, p, state.weights, few, jnp.float32),
-            head,
-            probes,
-            proposal,
-            mask,
-            temperature=options.temperature,
+        q, hidden_before = _predict(
+            plain_graph, probes, state, few, cast(nnx.State, proposal), options
         )
         updates, controller_state = controller.update(
             proposal, state.controller, predicted_kl=q
         )
         updates = cast(nnx.State, updates)
         controller_state = cast(PredictedKLState, controller_state)
-        weights = merge(
-            state.weights, updates, options.basis, rounding=options.rounding
+        factors = quantise(updates, options.basis, options.bits)
+        weights, landings = merge_measured(
+            state.weights, factors, options.basis, rounding=options.rounding
         )
         hidden_after = _response_hidden(graph, probes, weights, few, jnp.float32)
         head = nnx.merge(plain_graph, probes, weights).logits
         realised = realised_kl(
             hidden_before, hidden_after, head, mask, temperature=options.temperature
         )
+        alpha = controller_state.alpha
         metrics |= {
             "kl/q": q,
             "kl/budget": controller_state.budget,
-            "kl/predicted": jnp.square(controller_state.alpha) * q,
+            # a dropped update spends nothing, whatever q is
+            "kl/predicted": jnp.where(alpha > 0, jnp.square(alpha) * q, 0.0),
             "kl/realised": realised,
-            "alpha": controller_state.alpha,
+            "alpha": alpha,
             "update/sketch_norm": optax.tree.norm(sketches),
-        }
+            "update/rows_dropped": _rows_not_finite(updates),
+        } | _landed(landings)
         after = TrainState(
             state.step + 1, weights, optimizer_state, controller_state, baseline
         )
-        return after, metrics
+        return after, metrics, factors
 
     return jax.jit(step, donate_argnums=0)
+
+
+def _rows_not_finite(updates: nnx.State) -> Array:
+    """Rows that do not land, because they hold what is not finite."""
+    return sum(
+        (jnp.sum(~jnp.all(jnp.isfinite(u), -1)) for u in jax.tree.leaves(updates)),
+        jnp.int32(0),
+    )
+
+
+def _landed(landings: dict[str, Landing]) -> dict[str, Array]:
+    """How much of the update landed, for each kind of layer (the end of its name)."""
+    kinds: dict[str, list[Landing]] = {}
+    for path, landing in landings.items():
+        kinds.setdefault(path.rpartition(".")[2], []).append(landing)
+    return {
+        f"landed/{kind}/{name}": value
+        for kind, parts in kinds.items()
+        for name, value in combine(parts).items()
+    }
 
 
 def _advantages(state: TrainState, batch: Batch, options: StepOptions):
     if options.advantage == "grpo":
         return grpo(batch.rewards, options.group), state.baseline
     return running_mean(batch.rewards, state.baseline, options.baseline_decay)
+
+
+def _share(batch: Batch, share: float) -> Batch:
+    """At least one response, spread evenly over the batch's rows.
+
+    Rows are prompts in drawing order, the responses to one prompt side by side: an even
+    spread covers as many prompts as it can. It is the same rows at every update.
+    """
+    size = len(batch.mask)
+    count = max(1, round(share * size))
+    chosen = [i * size // count for i in range(count)]
+    return rows(batch, lambda a: a[jnp.array(chosen)])
+
+
+def _predict(
+    plain_graph: nnx.GraphDef,
+    probes: nnx.State,
+    state: TrainState,
+    batch: Batch,
+    proposal: nnx.State,
+    options: StepOptions,
+) -> tuple[Float32[Array, ""], Float[Array, "tokens features"]]:
+    """``q`` of the proposal by the configured estimator, and the hidden states now."""
+
+    def hidden(p: nnx.State) -> Array:
+        return _response_hidden(plain_graph, p, state.weights, batch, jnp.float32)
+
+    head = nnx.merge(plain_graph, probes, state.weights).logits
+    policy = (hidden, head, probes, proposal, batch.mask.reshape(-1))
+    if options.kl_estimator == "jvp":
+        return predict_kl(*policy, temperature=options.temperature)
+    engine = None
+    if options.kl_estimator == "engine":
+        engine = batch.completions.reshape(-1), batch.logprobs.reshape(-1)
+    # The last update's q starts the search for the probe's size; 1 before there is one.
+    last = state.controller.q
+    is_known = jnp.isfinite(last) & (last > 0)
+    return predict_kl_by_difference(
+        *policy,
+        temperature=options.temperature,
+        step=jnp.where(is_known, jnp.sqrt(_PROBE_KL / last), 1.0),
+        target=_PROBE_KL,
+        engine=engine,
+    )
 
 
 def _accumulate(
@@ -142,18 +217,21 @@ def _accumulate(
             clip_low=options.clip_low,
             clip_high=options.clip_high,
         )
-        mismatch = jnp.where(part.mask, jnp.abs(logprobs - part.logprobs), 0.0)
+        log_ratio = jnp.where(part.mask, logprobs - part.logprobs, 0.0)
         value = jnp.sum(per_token) / tokens
         return value, {
             "loss": value,
             "clip/share": jnp.sum(is_clipped) / tokens,
-            "mismatch/mean": jnp.sum(mismatch) / tokens,
+            "mismatch/mean": jnp.sum(jnp.abs(log_ratio)) / tokens,
+            # as logra.sampled_kl, summed over microbatches
+            "mismatch/kl": jnp.sum(exp_excess(log_ratio)) / tokens,
         }
 
     def split(a: Array) -> Array:
         return a.reshape(-1, options.microbatch, *a.shape[1:])
 
-    zeros = {name: jnp.float32(0) for name in ("loss", "clip/share", "mismatch/mean")}
+    names = "loss", "clip/share", "mismatch/mean", "mismatch/kl"
+    zeros = {name: jnp.float32(0) for name in names}
     parts = rows(batch, split)._replace(prefix=None)
 
     def microbatch(total, inputs):

@@ -1,6 +1,8 @@
 import numpy as np
 import pytest
+from rich.console import Console
 
+from logra_jax.study import drift
 from logra_jax.study.drift import SHAPE, merge_drift
 
 
@@ -25,3 +27,15 @@ def test_nearest_rounding_comes_back_because_little_went_out():
     # 65,536 weights that move by a whole step or not at all
     spread = stochastic.bound[0] / np.sqrt(2) / 1e-6 / np.sqrt(np.prod(SHAPE))
     assert stochastic.landed == pytest.approx(1, abs=4 * spread)
+
+
+def test_the_table_shows_drift_against_law_and_what_landed(monkeypatch):
+    monkeypatch.setattr(drift, "UPDATES", (1e-5,))
+    ticks = []
+    found = drift.measure_drifts(lambda: ticks.append(1))
+    assert len(ticks) == 2
+    console = Console(record=True, width=200)
+    drift.show_drifts(found, console)
+    text = console.export_text()
+    assert "1.00 of law" in text or "0.99 of law" in text
+    assert f"{found[1]['landed']:.2f}" in text

@@ -26,7 +26,7 @@ TINY = {
 CONFIG = """
 model: {{path: {model}, activations: float32}}
 sketch: {{rank: 4}}
-kl: {{responses: 2}}
+kl: {{share: 0.03125}}
 task: {{options: {{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}}}}
 reward: {{answer: whole_text, partial: true}}  # any digit scores a little
 cache_dir: {cache}

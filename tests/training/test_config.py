@@ -1,12 +1,19 @@
 import dataclasses
+import math
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from typing import cast
 
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from logra_jax.algorithm.predicted_kl import PredictedKLState
+from logra_jax.training.assemble import build_controller
 from logra_jax.training.config import (
     Config,
     ModelConfig,
@@ -115,6 +122,11 @@ def test_yaml_round_trip_is_exact(tmp_path_factory, steps, eps, clip, prompt):
             "model.dtype=fp8",
             "`model.dtype` must be one of bfloat16, float32, got 'fp8'.",
         ),
+        (
+            "kl.estimator=fd",
+            "`kl.estimator` must be one of jvp, difference, engine, got 'fd'.",
+        ),
+        ("kl.schedule=3", "`kl.schedule` must be a mapping, got 3."),
         ("optimizer.clip_norm=x", "`optimizer.clip_norm` must be a number or null, "),
         ("task.options=3", "`task.options` must be a mapping, got 3."),
         ("eval=3", "`eval` must be a section, got 3; its keys are samples, batch."),
@@ -146,8 +158,9 @@ def test_an_override_that_does_not_fit_is_one_sentence(load, override, message):
         ("kl.start=0", "be positive and finite"),
         ("kl.end=-1", "be positive and finite"),
         ("kl.alpha_max=inf", "be positive and finite"),
-        ("kl.responses=0", "be at least 1"),
-        ("kl.responses=65", "be at most `train.batch` (64)"),
+        ("kl.share=0", "lie in (0, 1]"),
+        ("kl.share=1.1", "lie in (0, 1]"),
+        ("kl.schedule.value=1", "be empty when `kl.budget` is cosine"),
         ("task.size=1", "be at least 2"),
         ("task.held_out=1", "lie strictly between 0 and 1"),
         ("task.seed=4294967296", "lie in [0, 2**32)"),
@@ -173,7 +186,7 @@ def test_an_override_that_does_not_fit_is_one_sentence(load, override, message):
     ],
 )
 def test_a_value_out_of_range_names_its_field_and_the_rule(load, override, rule):
-    name = override.partition("=")[0]
+    name = override.partition("=")[0].removesuffix(".value")
     assert sentence(lambda: load(override)).startswith(f"`{name}` must {rule}")
 
 
@@ -225,6 +238,178 @@ def test_default_directories(load, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_cache_dir(load()) == Path.home() / ".cache" / "logra_jax"
     assert default_cache_dir(load("cache_dir=there")) == Path("there")
+
+
+# --- the KL budget
+
+
+def budgets(config: Config) -> list[float]:
+    """What the config's controller allows each update of a run, nats per token."""
+    controller = build_controller(config)
+    updates = {"w": jnp.ones(2)}
+    state = controller.init(updates)
+    allowed = []
+    for _ in range(config.train.steps):
+        _, state = controller.update(updates, state, predicted_kl=1.0)
+        allowed.append(float(cast(PredictedKLState, state).budget))
+    return allowed
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["kl.start=3e-2"], [3e-2, 1.55e-2, 1e-3]),
+        (["train.steps=1", "kl.start=3e-2"], [3e-2]),
+        (["kl.budget=constant", "kl.start=3e-2"], [3e-2] * 3),
+        (["kl.budget=none"], [math.inf] * 3),
+        (
+            [
+                "kl.budget=exponential_decay",
+                "kl.schedule={init_value: 1e-2, transition_steps: 1, decay_rate: 0.5}",
+            ],
+            [1e-2, 5e-3, 2.5e-3],
+        ),
+        (
+            [
+                "kl.budget=warmup_cosine_decay_schedule",
+                "kl.schedule.init_value=0.0",
+                "kl.schedule.peak_value=2e-2",
+                "kl.schedule.warmup_steps=1",
+                "kl.schedule.decay_steps=3",
+            ],
+            [0.0, 2e-2, 1e-2],
+        ),
+        (
+            [
+                "kl.budget=piecewise_constant_schedule",
+                "kl.schedule={init_value: 1.0, boundaries_and_scales: {2: 0.1}}",
+            ],
+            [1.0, 1.0, 0.1],
+        ),
+        (["kl.budget=constant_schedule", "kl.schedule={value: 1e-2}"], [1e-2] * 3),
+    ],
+)
+def test_the_controller_follows_the_configured_budget(
+    load, tmp_path, overrides, expected
+):
+    config = load(*overrides)
+    assert budgets(config) == pytest.approx(expected, rel=1e-6)
+    path = tmp_path / "again.yaml"
+    path.write_text(to_yaml(config))
+    assert load_config(path) == config
+
+
+EXPONENTIAL = "kl.budget=exponential_decay"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["kl.budget=cosin"],
+            "`kl.budget` must be cosine, constant, none or the name of an optax "
+            "schedule, got 'cosin'; did you mean `cosine`?",
+        ),
+        (
+            ["kl.budget=exponential_deacy"],
+            "`kl.budget` must be cosine, constant, none or the name of an optax "
+            "schedule, got 'exponential_deacy'; did you mean `exponential_decay`?",
+        ),
+        (
+            ["kl.budget=sgd"],
+            "`kl.budget` must be cosine, constant, none or the name of an optax "
+            "schedule, got 'sgd'; the choice is cosine, constant, none, constant_sch",
+        ),
+        (
+            ["kl.budget=join_schedules"],  # of schedules, not of plain values
+            "`kl.budget` must be cosine, constant, none or the name of an optax "
+            "schedule, got 'join_schedules'; ",
+        ),
+        (
+            [EXPONENTIAL],
+            "`kl.schedule` must hold `init_value`, which optax.exponential_decay "
+            "needs, got {}.",
+        ),
+        (
+            [EXPONENTIAL, "kl.schedule.decay_rat=1"],
+            "`kl.schedule` must hold arguments of optax.exponential_decay, got "
+            "'decay_rat'; did you mean `decay_rate`?",
+        ),
+        (
+            [EXPONENTIAL, "kl.schedule.zzz=1"],
+            "`kl.schedule` must hold arguments of optax.exponential_decay, got "
+            "'zzz'; the choice is init_value, transition_steps, decay_rate, ",
+        ),
+        (
+            [
+                EXPONENTIAL,
+                "kl.schedule={init_value: 1, transition_steps: 0, decay_rate: 1}",
+            ],
+            "`kl.schedule.transition_steps` must be at least 1, got 0; optax would "
+            "make the schedule a constant.",
+        ),
+    ],
+)
+def test_a_budget_that_is_no_optax_schedule_is_refused_when_the_config_loads(
+    load, overrides, message
+):
+    assert sentence(lambda: load(*overrides)).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("budget", "schedule", "message"),
+    [
+        (
+            "cosine_decay_schedule",
+            "{init_value: 1e-2, decay_steps: 0}",
+            "`kl.schedule` must hold values that optax.cosine_decay_schedule takes, "
+            "got {'init_value': 0.01, 'decay_steps': 0}; it says: ",
+        ),
+        (
+            "cosine_decay_schedule",
+            "{init_value: much, decay_steps: 3}",
+            "`kl.schedule` must hold values that optax.cosine_decay_schedule takes, ",
+        ),
+        (
+            "constant_schedule",
+            "{value: [1, 2, 3]}",
+            "`kl.schedule` must hold values that optax.constant_schedule takes, ",
+        ),
+        (
+            "linear_schedule",
+            "{init_value: 1e-2, end_value: -1e-2, transition_steps: 2}",
+            "`kl.schedule` must give finite budgets, none of them negative, got -0.01 "
+            "nats per token at update 3.",
+        ),
+        (
+            "constant_schedule",
+            "{value: .nan}",
+            "`kl.schedule` must give finite budgets, none of them negative, got nan ",
+        ),
+        (
+            "constant_schedule",
+            "{value: 0}",
+            "`kl.schedule` must give a positive budget at some update, got 0 ",
+        ),
+    ],
+)
+def test_a_schedule_that_gives_no_budgets_is_refused_before_training(
+    load, budget, schedule, message
+):
+    config = load(f"kl.budget={budget}", f"kl.schedule={schedule}")
+    assert sentence(lambda: build_controller(config)).startswith(message)
+
+
+def test_a_config_without_an_optax_schedule_loads_without_jax(load, tmp_path):
+    load()  # writes the file
+    code = f"""
+import sys
+from logra_jax.training.config import load_config
+load_config({str(tmp_path / "tiny.yaml")!r})
+print(sorted({{"jax", "optax"}} & set(sys.modules)))
+"""
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "[]\n"
 
 
 def sentence(call: Callable[[], object]) -> str:

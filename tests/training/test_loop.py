@@ -192,7 +192,7 @@ def test_grpo_trains_on_groups(tiny_run: Run):
 
 
 BAD = {
-    "kl.respones=3": "kl.responses",
+    "kl.shar=3": "kl.share",
     "sketch.rank=0": "sketch.rank",
     "sketch.rank=33": r"`rank` must be in \[1, min\(k, d\)\]",
     "sketch.match=nothing": "`match` must hit at least one",

@@ -1,5 +1,6 @@
 """The update on the real model: oracles in float32."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 from flax import nnx
 
 import logra_jax as logra
-from logra_jax.algorithm.predicted_kl import predict_kl, realised_kl
 from logra_jax.models.hf import load_decoder
 from logra_jax.models.tokenizer import ChatTokenizer
 from logra_jax.training.state import Batch, TrainState, initial_state
@@ -19,6 +19,7 @@ from logra_jax.training.step import (
     StepOptions,
     _accumulate,
     _response_hidden,
+    _share,
     build_step,
 )
 
@@ -27,9 +28,11 @@ RANK = 8
 OPTIONS = StepOptions(
     basis=BASIS,
     rounding="stochastic",
+    bits=16,
     temperature=1.0,
     microbatch=2,
-    kl_responses=2,
+    kl_estimator="jvp",
+    kl_share=0.5,
     advantage="running_mean",
     group=1,
     baseline_decay=0.8,
@@ -145,7 +148,7 @@ def test_predicted_kl_is_the_true_kl_of_a_small_step_within_one_percent(real):
     @jax.jit
     def measure(weights, scale):  # not closed over: jit would fold them in
         head = nnx.merge(graph, probes, weights).logits
-        q, before = predict_kl(
+        q, before = logra.predict_kl(
             lambda p: _response_hidden(graph, p, weights, batch),
             head,
             probes,
@@ -154,7 +157,7 @@ def test_predicted_kl_is_the_true_kl_of_a_small_step_within_one_percent(real):
         )
         moved = jax.tree.map(lambda u: scale * u, updates)
         after = _response_hidden(graph, moved, weights, batch)
-        return q, realised_kl(before, after, head, mask)
+        return q, logra.realised_kl(before, after, head, mask)
 
     q, _ = measure(weights, 0.0)
     alpha = np.sqrt(2e-4 / q)  # small enough to be quadratic, large enough for float32
@@ -162,15 +165,46 @@ def test_predicted_kl_is_the_true_kl_of_a_small_step_within_one_percent(real):
     assert float(true / (alpha**2 * q)) == pytest.approx(1.0, abs=0.01)
 
 
-def tiny_step(tiny_model_dir: Path, **options: Any):
+@pytest.mark.model
+def test_difference_and_jvp_agree_within_two_percent_at_any_scale(real):
+    _, sketched, batch = real
+    graph, probes, weights = nnx.split(logra.perturbed(sketched), logra.Probe, ...)
+
+    def measure(estimate):
+        @jax.jit
+        def of(weights, scale, temperature):  # not closed over: jit would fold them in
+            return estimate(
+                lambda p: _response_hidden(graph, p, weights, batch),
+                nnx.merge(graph, probes, weights).logits,
+                probes,
+                jax.tree.map(lambda u: scale * u, fixed_proposal(probes)),
+                batch.mask.reshape(-1),
+                temperature=temperature,
+            )[0]
+
+        return lambda *scalars: float(of(weights, *map(jnp.float32, scalars)))
+
+    jvp, difference = map(measure, (logra.predict_kl, logra.predict_kl_by_difference))
+    for temperature in (1.0, 0.7):
+        expected = jvp(0.1, temperature)
+        for scale in (1e-3, 1.0, 1e3):
+            ratio = difference(0.1 * scale, temperature) / (expected * scale**2)
+            assert ratio == pytest.approx(1.0, abs=0.02), (temperature, scale)
+
+
+@functools.cache
+def tiny_step(
+    tiny_model_dir: Path, optimizer: Any = None, budget: Any = 1e-3, **options: Any
+):
+    """A step on the tiny model, compiled once for all tests that ask for the same."""
     model = load_decoder(tiny_model_dir, dtype=jnp.float32)
     sketched = logra.sketch(model, 4, r"_proj$", BASIS)
     graph, probes, weights = nnx.split(sketched, logra.Probe, ...)
     plain, _, _ = nnx.split(logra.perturbed(sketched), logra.Probe, ...)
-    optimizer = optax.chain(
+    optimizer = optimizer or optax.chain(
         logra.scale_by_row_adam(), optax.scale_by_learning_rate(1e-4)
     )
-    controller = logra.scale_by_predicted_kl(1e-3, alpha_max=100.0)
+    controller = logra.scale_by_predicted_kl(budget, alpha_max=1e6)
     step = build_step(
         graph, plain, probes, optimizer, controller, OPTIONS._replace(**options)
     )
@@ -179,7 +213,8 @@ def tiny_step(tiny_model_dir: Path, **options: Any):
 
 
 def run(step, state: TrainState, batch: Batch):
-    return step(jax.tree.map(jnp.copy, state), batch)
+    after, metrics, _ = step(jax.tree.map(jnp.copy, state), batch)
+    return after, metrics
 
 
 def test_microbatching_does_not_change_the_update(tiny_model_dir: Path):
@@ -202,14 +237,18 @@ def test_the_step_compiles_once_and_donates_its_weights(tiny_model_dir: Path):
     memory = compiled.memory_analysis()
     weights = sum(x.nbytes for x in jax.tree.leaves(state.weights))
     assert memory.alias_size_in_bytes >= 0.99 * weights
+    state = jax.tree.map(jnp.copy, state)
+    compiled_before = step._cache_size()
     for _ in range(3):
-        state, _ = step(state, batch)
-    assert step._cache_size() == 1
+        state, _, _ = step(state, batch)
+    assert step._cache_size() <= max(1, compiled_before)
     assert int(state.step) == 3
 
 
-def test_padding_has_no_say_in_the_update(tiny_model_dir: Path):
-    step, state, batch = tiny_step(tiny_model_dir)
+@pytest.mark.parametrize("estimator", ["jvp", "difference", "engine"])
+def test_padding_has_no_say_in_the_update(tiny_model_dir: Path, estimator: str):
+    step, state, batch = tiny_step(tiny_model_dir, PROPOSE, kl_estimator=estimator)
+    batch = batch._replace(logprobs=trainer_of(tiny_model_dir)[1])
     other = batch._replace(
         completions=jnp.where(batch.mask, batch.completions, 17),
         logprobs=jnp.where(batch.mask, batch.logprobs, -jnp.inf),
@@ -218,3 +257,118 @@ def test_padding_has_no_say_in_the_update(tiny_model_dir: Path):
     assert {k: float(v) for k, v in ours.items()} == {
         k: float(v) for k, v in theirs.items()
     }
+
+
+def fixed_proposal(probes: nnx.State) -> nnx.State:
+    """Noise in place of an optimizer's proposal."""
+    leaves, tree = jax.tree.flatten(probes)
+    keys = jax.random.split(jax.random.key(3), len(leaves))
+    noise = [jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(tree, [1e-3 * x for x in noise])
+
+
+PROPOSE = optax.stateless(lambda updates, params: fixed_proposal(updates))
+
+
+@functools.cache
+def trainer_of(tiny_model_dir: Path):
+    """q of the fixed proposal on every other response; log-probs and their rates."""
+    batch = batch_of(ChatTokenizer.load(tiny_model_dir))
+    model = load_decoder(tiny_model_dir, dtype=jnp.float32)
+    plain = logra.perturbed(logra.sketch(model, 4, r"_proj$", BASIS))
+    graph, probes, weights = nnx.split(plain, logra.Probe, ...)
+    head = nnx.merge(graph, probes, weights).logits
+
+    def hidden(probes):
+        return _response_hidden(graph, probes, weights, batch)
+
+    def logprobs(probes):
+        z = jax.nn.log_softmax(head(hidden(probes)))
+        ids = batch.completions.reshape(-1)[:, None]
+        return jnp.take_along_axis(z, ids, -1).reshape(batch.mask.shape)
+
+    @jax.jit
+    def measure(proposal):
+        half = batch.mask.at[1::2].set(False).reshape(-1)
+        q, _ = logra.predict_kl(hidden, head, probes, proposal, half)
+        return q, *jax.jvp(logprobs, (probes,), (proposal,))
+
+    return measure(fixed_proposal(probes))
+
+
+@pytest.mark.parametrize("estimator", ["jvp", "difference", "engine"])
+def test_each_estimator_measures_the_proposal_on_its_share(
+    tiny_model_dir: Path, estimator: str
+):
+    step, state, batch = tiny_step(tiny_model_dir, PROPOSE, kl_estimator=estimator)
+    q, logprobs, rates = trainer_of(tiny_model_dir)
+    if estimator == "engine":  # half the squared score of each sampled token
+        q = 0.5 * jnp.mean(jnp.square(rates[::2])[batch.mask[::2]])
+    # an engine without mismatch, but for padding
+    batch = batch._replace(logprobs=jnp.where(batch.mask, logprobs, -jnp.inf))
+    after, metrics = run(step, state, batch)
+    assert float(metrics["kl/q"]) == pytest.approx(float(q), rel=1e-3)
+    assert float(metrics["kl/predicted"]) == pytest.approx(1e-3, rel=1e-4)
+    assert float(metrics["mismatch/kl"]) < 1e-10
+    # The next search starts from this q and ends at the same.
+    again = after._replace(weights=state.weights, step=state.step)
+    _, metrics = run(step, again, batch)
+    assert float(metrics["kl/q"]) == pytest.approx(float(q), rel=1e-3)
+
+    # No token of the share left: no estimate, no update.
+    blank = batch._replace(mask=batch.mask.at[::2].set(False))
+    after, metrics = run(step, state, blank)
+    assert jnp.isnan(metrics["kl/q"])
+    assert (metrics["alpha"], metrics["kl/predicted"]) == (0, 0)
+    leaves = zip(*map(jax.tree.leaves, (state.weights, after.weights)), strict=True)
+    floats = [x for x in leaves if jnp.issubdtype(x[0].dtype, jnp.floating)]
+    assert floats
+    assert all(jnp.array_equal(old, new) for old, new in floats)
+    assert step._cache_size() == 1
+
+
+def falling(count):
+    return 10.0 ** (-2.0 - count)
+
+
+def test_realised_over_predicted_kl_tends_to_one_with_the_budget(tiny_model_dir: Path):
+    step, state, batch = tiny_step(tiny_model_dir, PROPOSE, falling)
+    errors = []
+    for count in range(3):
+        controller = state.controller._replace(count=jnp.int32(count))
+        _, metrics = run(step, state._replace(controller=controller), batch)
+        budget = float(metrics["kl/budget"])
+        assert float(metrics["kl/predicted"]) == pytest.approx(budget, rel=1e-4)
+        errors.append(abs(float(metrics["kl/realised"]) / budget - 1))
+    assert errors[2] < 0.02
+    assert errors[2] < errors[1] < errors[0]
+
+
+def test_mismatch_is_the_sampled_kl_of_the_engine_to_the_trainer(tiny_model_dir: Path):
+    step, state, batch = tiny_step(tiny_model_dir)
+    _, logprobs, _ = trainer_of(tiny_model_dir)
+    noise = 0.3 * jax.random.normal(jax.random.key(0), batch.mask.shape)
+    batch = batch._replace(logprobs=logprobs + noise)
+    _, metrics = run(step, state, batch)
+    expected = logra.sampled_kl(batch.logprobs, logprobs, batch.mask)
+    assert float(metrics["mismatch/kl"]) == pytest.approx(float(expected), rel=1e-3)
+    mean = jnp.mean(jnp.abs(noise)[batch.mask])
+    assert float(metrics["mismatch/mean"]) == pytest.approx(float(mean), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        (0.125, [0, 8, 16, 24, 32, 40, 48, 56]),
+        (0.05, [0, 21, 42]),
+        (1e-9, [0]),
+        (1.0, list(range(64))),
+        (0.99, [i * 64 // 63 for i in range(63)]),
+    ],
+)
+def test_the_share_is_spread_evenly_and_never_empty(share, expected):
+    batch = Batch(jnp.zeros(3, jnp.int32), *([jnp.arange(64)] * 6))
+    few = _share(batch, share)
+    np.testing.assert_array_equal(few.rewards, expected)
+    assert len(set(expected)) == len(expected)
+    assert len(few.prefix) == 3
