@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from logra_jax.algorithm.predicted_kl import Head, map_chunks
+from logra_jax.algorithm.divergence import Head, map_chunks
 
 
 def token_logprobs(

@@ -136,25 +136,53 @@ def show_drifts(found: list[dict[str, Any]], console: "Console") -> None:
     from rich.table import Table
 
     table = Table(
-        title="Merges and their inverses: rms drift, in shares of the weights' rms",
+        title="Drift / weights, rms, after n merges and their inverses",
         title_justify="left",
     )
-    for column in ("update", "rounding", "landed", *(f"{n} cycles" for n in CYCLES)):
+    for column in ("update", "rounding", "landed", *map(str, CYCLES), "of law"):
         table.add_column(column, justify="right")
     for row in found:
-        is_stochastic = row["rounding"] == "stochastic"
-        cells = [
-            f"{drift / WEIGHT_RMS:.1e}"
-            + (f" ({drift / bound:.2f} of law)" if is_stochastic else "")
-            for drift, bound in zip(row["drift"], row["bound"], strict=True)
-        ]
+        last = row["drift"][-1] / row["bound"][-1]
         table.add_row(
-            f"{row['update_rms']:.0e}", row["rounding"], f"{row['landed']:.2f}", *cells
+            f"{row['update_rms'] / WEIGHT_RMS:.0e}".replace("e-0", "e-"),
+            row["rounding"],
+            f"{row['landed']:.2f}",
+            *(
+                f"{drift / WEIGHT_RMS:.1e}".replace("e-0", "e-")
+                for drift in row["drift"]
+            ),
+            f"{last:.2f}" if row["rounding"] == "stochastic" else "",
         )
     console.print(table)
     console.print(
-        f"bfloat16 weights of rms {WEIGHT_RMS}. Law: the rounding noise of 2 n merges. "
-        "Landed: projection of one merge on its update.\n"
-        "Rounding to nearest comes back the better, the less of an update it lets land."
-        "\n"
+        "bfloat16 weights; updates in shares of them, rms. Landed: projection of one "
+        "merge\non its update. Law: the noise of 2 n roundings. Rounding to nearest "
+        "comes back\nthe better, the less of an update it lets land.\n"
     )
+
+
+def plot_drifts(axes: Any, found: list[dict[str, Any]]) -> None:
+    """Drift against cycles for the quickstart's size of update, on matplotlib axes."""
+    rows = [row for row in found if row["update_rms"] == UPDATES[1]]
+    styles = {"stochastic": ("o", "#0072B2"), "nearest": ("x", "#D55E00")}
+    for row in rows:
+        marker, color = styles[row["rounding"]]
+        label = f"{row['rounding']} ({row['landed']:.2f} of an update lands)"
+        axes.plot(
+            row["cycles"],
+            np.divide(row["drift"], WEIGHT_RMS),
+            marker,
+            color=color,
+            label=label,
+        )
+    bound = np.divide(rows[0]["bound"], WEIGHT_RMS)
+    axes.plot(rows[0]["cycles"], bound, color="#777777", label="law of stochastic")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("merges and their inverses")
+    axes.set_ylabel("rms drift / rms weight")
+    axes.set_title(
+        f"bfloat16 weights, updates of rms {UPDATES[1] / WEIGHT_RMS:.0e} of theirs",
+        loc="left",
+    )
+    axes.legend(frameon=False)

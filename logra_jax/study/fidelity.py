@@ -5,7 +5,8 @@ Each section is a claim, measured on random data that runs in seconds on a CPU:
 1. reconstruction: the mean cosine of a dense gradient ``G`` and ``Ĝ = G Aᵀ A`` over the
    seven projections of Qwen2.5-1.5B, the paper's table;
 2. norms: ``E||S||² = ||G||²`` for every row of a gradient;
-3. quadratic: the KL of a step of size alpha is ``alpha² q``.
+3. quadratic: the KL of a step of size alpha is ``alpha² q``;
+4. drift: merges and their inverses move bfloat16 weights by rounding noise alone.
 """
 
 import dataclasses
@@ -26,8 +27,10 @@ from logra_jax.algorithm.alignment import expected_cosine
 from logra_jax.algorithm.basis import KINDS, Basis, matrix_word
 from logra_jax.algorithm.divergence import realised_kl
 from logra_jax.algorithm.predicted_kl import predict_kl
+from logra_jax.algorithm.rounding import ROUNDINGS
 from logra_jax.algorithm.sketch import Probe, perturbed, sketch
 from logra_jax.models.decoder import Decoder, DecoderConfig
+from logra_jax.study.drift import UPDATES, measure_drifts, plot_drifts, show_drifts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -131,7 +134,7 @@ def fidelity(
         for section in SECTIONS:
             section.show(results[section.name], Console(highlight=False))
     if plot is not None:
-        _plot(results["reconstruction"], Path(plot))
+        _plot(results, Path(plot))
     return 0
 
 
@@ -404,6 +407,12 @@ SECTIONS = [
     ),
     Section("norms", lambda o: len(o.ranks) * 2, measure_norms, _show_norms),
     Section("quadratic", lambda o: o.seeds * 4, measure_quadratic, _show_quadratic),
+    Section(
+        "drift",
+        lambda _: len(UPDATES) * len(ROUNDINGS),
+        lambda _, tick: {"rows": measure_drifts(tick)},
+        lambda result, console: show_drifts(result["rows"], console),
+    ),
 ]
 
 
@@ -415,14 +424,15 @@ def _check_plot(path: Path) -> None:
         )
 
 
-def _plot(result: dict[str, Any], path: Path) -> None:
-    """Cosine against rank: the law, what was measured, and the paper's two values."""
+def _plot(results: dict[str, Any], path: Path) -> None:
+    """Cosine against rank, and drift against merges: what was measured, and the law."""
     from matplotlib.figure import Figure
 
-    rows = result["rows"]
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    axes, right = figure.subplots(1, 2)
+    plot_drifts(right, results["drift"]["rows"])
+    rows = results["reconstruction"]["rows"]
     ranks = [row["rank"] for row in rows]
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
     finer = np.unique(np.geomspace(ranks[0], ranks[-1], 50).round().astype(int))
     law = [_mean_law(int(rank), "rademacher") for rank in finer]
     axes.plot(finer, law, color="#777777", label="theory")

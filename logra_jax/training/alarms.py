@@ -10,7 +10,7 @@ finished run can be searched with other thresholds. `AlarmLog` keeps what was ra
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ Values = Mapping[str, float | int]
 class Alarm(NamedTuple):
     """Something that needs a look."""
 
-    name: str  # of the rule, with the layer kind where it has one
+    name: str  # of the rule
     message: str  # one sentence
 
 
@@ -99,42 +99,53 @@ def _landed(values: Values, limits: MonitorConfig, responses: int) -> Iterator[A
     del responses
     if values.get("alpha", 0.0) == 0:
         return
-    for kind, changed in _by_kind(values, "landed", "changed"):
-        if changed == 0:
-            yield Alarm(
-                f"landed_nothing/{kind}",
-                f"No weight of any {kind} changed, although alpha is "
-                f"{values['alpha']:.3g}: the update is too small for the weights' "
-                "grid, or is not applied.",
-            )
-    for kind, ratio in _by_kind(values, "landed", "norm_ratio"):
-        # Not the norms' ratio alone: stochastic rounding adds noise of several times a
-        # small update's norm, across its direction. Along it, all must arrive.
-        arrived = ratio * values.get(f"landed/{kind}/cosine", math.nan)
-        # Nothing at all has its own alarm; what is not a number is outside no limits.
-        if values.get(f"landed/{kind}/changed") != 0 and (
-            arrived < limits.landed_low or arrived > limits.landed_high
-        ):
-            yield Alarm(
-                f"landed/{kind}",
-                f"{arrived:.3g} of the update of {kind} landed, along its direction, "
-                "where 1 is all of it: rounding is biased; use "
-                "`sketch.rounding=stochastic` or float32 weights.",
-            )
+    changed = dict(_by_kind(values, "landed", "changed"))
+    still = [kind for kind, share in changed.items() if share == 0]
+    if still:
+        yield Alarm(
+            "landed_nothing",
+            f"No weight of {_and(still)} changed, although alpha is "
+            f"{values['alpha']:.3g}: the update is too small for the weights' grid, or "
+            "is not applied.",
+        )
+    # Not the ratio of the norms alone: stochastic rounding adds noise of several times
+    # a small update's norm, across its direction. Along it, all must arrive.
+    arrived = {
+        kind: ratio * values.get(f"landed/{kind}/cosine", math.nan)
+        for kind, ratio in _by_kind(values, "landed", "norm_ratio")
+        if kind not in still
+    }
+    # What is not a number is outside no limits.
+    off = {
+        kind: part
+        for kind, part in arrived.items()
+        if part < limits.landed_low or part > limits.landed_high
+    }
+    if off:
+        yield Alarm(
+            "landed",
+            f"Of the update of {_and(off)} {_range(off.values())} landed, along its "
+            "direction, where 1 is all: rounding is biased; use "
+            "`sketch.rounding=stochastic` or float32 weights.",
+        )
 
 
 def _alignment(
     values: Values, limits: MonitorConfig, responses: int
 ) -> Iterator[Alarm]:
     del responses
-    for kind, cos_c in _by_kind(values, "monitor", "cos_c"):
-        if cos_c < limits.min_cos_c:
-            yield Alarm(
-                f"cos_c/{kind}",
-                f"A step through the sketch of {kind} may gain as little as "
-                f"{cos_c:.2f} of a dense step at the same KL: raise its "
-                "`sketch.rank`.",
-            )
+    low = {
+        kind: cos_c
+        for kind, cos_c in _by_kind(values, "monitor", "cos_c")
+        if cos_c < limits.min_cos_c
+    }
+    if low:
+        yield Alarm(
+            "cos_c",
+            f"A step through the sketch of {_and(low)} may gain as little as "
+            f"{_range(low.values())} of a dense step at the same KL: raise "
+            "`sketch.rank` there.",
+        )
     snr = _get(values, "monitor/snr_min")
     if snr is not None and snr < limits.min_snr:
         yield Alarm(
@@ -179,6 +190,18 @@ def _by_kind(
         value = _get(values, key)
         if kind and value is not None and (first, last) == (group, name):
             yield kind, value
+
+
+def _and(kinds: Iterable[str]) -> str:
+    """a, b and c."""
+    *most, last = kinds
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _range(numbers: Collection[float]) -> str:
+    """The smallest and the largest, where they differ as written."""
+    ends = [f"{end:.2g}" for end in (min(numbers), max(numbers))]
+    return " to ".join(dict.fromkeys(ends))
 
 
 class AlarmLog:

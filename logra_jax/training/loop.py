@@ -78,9 +78,9 @@ def train(config: Config) -> int:
             directory = model_directory(config)
         with display.phase("loading the model"):
             policy, weights = load_policy(config, task, directory)
+        run = _Run(config, run_dir, directory, task, policy, rewards, display)
         # Only now: a start that was refused leaves no run behind.
         write_config(run_dir, to_yaml(config))
-        run = _Run(config, run_dir, directory, task, policy, rewards, display)
         del policy
         return run.go(weights)
 

@@ -44,6 +44,12 @@ def _regular_expression(name: str, value: object) -> None:
         require(False, name, value, "be a regular expression", str(error))
 
 
+def _rank(name: str, value: Any, rule: str) -> None:
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    require(is_integer, name, value, rule, "16 to 64 is usual")
+    _at_least(name, value, 1, "16 to 64 is usual")
+
+
 def _nearest_divisor(n: int, near: int) -> int:
     """The divisor of `n` closest to `near`."""
     return min((d for d in range(1, n + 1) if n % d == 0), key=lambda d: abs(d - near))
@@ -103,26 +109,14 @@ class SketchConfig:
         """Check values."""
         require(self.bits in (8, 16), "sketch.bits", self.bits, "be 8 or 16")
         _regular_expression("sketch.match", self.match)
-        is_mapping = isinstance(self.rank, dict)
-        for pattern, rank in self.rank.items() if is_mapping else [("", self.rank)]:
-            name = f"sketch.rank.{pattern}" if is_mapping else "sketch.rank"
-            if is_mapping:
-                _regular_expression("A key of `sketch.rank`", pattern)
-            require(
-                isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1,
-                name,
-                rank,
-                "be a whole number of at least 1"
-                + ("" if is_mapping else ", or such numbers by regular expression"),
-                "16 to 64 is usual",
-            )
-        require(
-            self.rank != {},
-            "sketch.rank",
-            self.rank,
-            "hold a regular expression for every projection",
-            "a number serves them all",
-        )
+        if not isinstance(self.rank, dict):
+            rule = "be an integer, or integers by regular expression"
+            return _rank("sketch.rank", self.rank, rule)
+        for pattern, rank in self.rank.items():
+            _regular_expression("sketch.rank", pattern)
+            _rank(f"sketch.rank.{pattern}", rank, "be an integer")
+        rule, remedy = "hold a regular expression", "a number serves all projections"
+        require(self.rank != {}, "sketch.rank", self.rank, rule, remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +150,8 @@ class KLConfig:
 
     estimator: Literal["jvp", "difference", "engine"] = "jvp"
     """How the KL is predicted: by forward-mode differentiation, by probes of a finite
-    size, or by such probes against the engine's log-probs, less their mismatch."""
+    size, or by such probes against the engine's log-probs, less their mismatch. The
+    last sees sampled tokens only and scatters more: give it a larger `share`."""
     share: float = 0.125
     """Share of the batch's responses on which it is predicted; at least one, spread
     evenly over the batch, and so over prompts."""

