@@ -76,8 +76,8 @@ def test_fidelity_and_spectrum_pass_their_options_on(config, calls):
     cli.main(["spectrum", config, "seed=1", "--energy", "0.8", "0.99", "--json"])
     cli.main(["spectrum", "--json", "--responses", "4", config, "seed=1"])
     assert [(name, c.seed, *rest) for name, c, *rest in calls] == [
-        ("spectrum", 1, (0.5, 0.9), 16, False),
-        ("spectrum", 1, [0.8, 0.99], 16, True),
+        ("spectrum", 1, (0.5, 0.9), 32, False),
+        ("spectrum", 1, [0.8, 0.99], 32, True),
         ("spectrum", 1, (0.5, 0.9), 4, True),
     ]
 

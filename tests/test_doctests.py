@@ -15,6 +15,7 @@ MODULES = [
     if not module.name.endswith("__main__")
 ]
 WITH_EXAMPLES = {
+    "logra_jax.algorithm.alignment",
     "logra_jax.algorithm.basis",
     "logra_jax.algorithm.low_rank",
     "logra_jax.algorithm.factor",

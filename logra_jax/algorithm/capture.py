@@ -28,7 +28,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from logra_jax.algorithm.basis import basis_matrix
-from logra_jax.algorithm.sketch import SketchedLinear, _replace
+from logra_jax.algorithm.sketch import SketchedLinear, replace_layers
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -177,7 +177,7 @@ def tapped(model: Model, measure: Measure, tokens: int, match: str = ".*") -> Mo
         )
     if isinstance(model, SketchedLinear):
         return cast(Model, replacements[id(model)])
-    _replace(model, replacements)
+    replace_layers(model, replacements)
     return model
 
 

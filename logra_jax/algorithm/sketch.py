@@ -243,7 +243,7 @@ def sketch(
         if not path:
             return cast(Model, sketched)  # the model itself was the linear layer
         replacements[id(linear)] = sketched
-    _replace(model, replacements)
+    replace_layers(model, replacements)
     return model
 
 
@@ -287,7 +287,9 @@ def _rank_of(path: str, rank: int | Mapping[str, int], limit: int) -> int:
     return rank
 
 
-def _replace(model: nnx.Module, replacements: Mapping[int, SketchedLinear]) -> None:
+def replace_layers(
+    model: nnx.Module, replacements: Mapping[int, SketchedLinear]
+) -> None:
     """Put the replacement of each layer (by ``id``) wherever the layer is referred to.
 
     A layer may be shared: left in one place, its gradient there would be lost silently.

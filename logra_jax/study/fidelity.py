@@ -21,34 +21,28 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from logra_jax.algorithm.alignment import expected_cosine
-from logra_jax.algorithm.basis import KINDS, Basis, matrix_word
+from logra_jax.algorithm.basis import KINDS, Basis
 from logra_jax.algorithm.divergence import realised_kl
 from logra_jax.algorithm.predicted_kl import predict_kl
 from logra_jax.algorithm.rounding import ROUNDINGS
 from logra_jax.algorithm.sketch import Probe, perturbed, sketch
 from logra_jax.models.decoder import Decoder, DecoderConfig
 from logra_jax.study.drift import UPDATES, measure_drifts, plot_drifts, show_drifts
+from logra_jax.study.reconstruction import (
+    NAMES,
+    PROJECTIONS,
+    measure_reconstruction,
+    plot_reconstruction,
+    show_reconstruction,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 RANKS = (4, 16, 64, 256)
-# Qwen2.5-1.5B: output and input features of each projection of a layer.
-PROJECTIONS = {
-    "self_attn.q_proj": (1536, 1536),
-    "self_attn.k_proj": (256, 1536),
-    "self_attn.v_proj": (256, 1536),
-    "self_attn.o_proj": (1536, 1536),
-    "mlp.gate_proj": (8960, 1536),
-    "mlp.up_proj": (8960, 1536),
-    "mlp.down_proj": (1536, 8960),
-}
-PAPER = {4: 0.047, 256: 0.348}  # mean cosine
-PAPER_DIFFERENCES = {"basis": 0.0014, "kind": 0.0008}  # largest
-NAMES = {"rademacher": "signs", "gaussian": "normal"}
+BUDGETS = (1e-4, 1e-3, 1e-2, 1e-1)  # predicted KL of a step, nats per token
 
 Tick = Callable[[], None]
 
@@ -138,118 +132,6 @@ def fidelity(
     return 0
 
 
-# --- the paper's table
-
-
-def measure_reconstruction(options: Options, tick: Tick) -> dict[str, Any]:
-    """Mean cosine by rank, for fixed and refreshed bases of both kinds.
-
-    Returns:
-        ``rows``: one for each rank, with ``theory``, ``theory_gaussian``, and for each
-        of ``fixed`` and ``refreshed`` times ``rademacher`` and ``gaussian`` the mean
-        and its standard error over repetitions, updates and projections (which are no
-        sample: their differences in width are taken out first).
-    """
-    cases = [(refresh, kind) for refresh in (False, True) for kind in KINDS]
-    found: dict[tuple, list[float]] = {}
-    for seed in range(options.seeds):
-        for update in range(options.updates):
-            for name, (d, k) in PROJECTIONS.items():
-                key = jax.random.fold_in(jax.random.key(seed), update)
-                key = jax.random.fold_in(key, np.uint32(matrix_word(name)))
-                G = jax.random.normal(key, (min(d, options.rows), k))
-                for refresh, kind in cases:
-                    basis = Basis(seed, refresh, kind)
-                    address = jnp.array(basis.address(name, update), jnp.uint32)
-                    for rank in options.ranks:
-                        A = basis.matrix(address, rank, k)
-                        ratio = reconstruction_cosine(G, A)
-                        excess = float(ratio) - expected_cosine(k, rank, kind)
-                        found.setdefault((rank, refresh, kind), []).append(excess)
-                tick()
-    rows = []
-    for rank in options.ranks:
-        law = {kind: _mean_law(rank, kind) for kind in KINDS}
-        row: dict[str, Any] = {"rank": rank, "theory": law["rademacher"]}
-        row["theory_gaussian"] = law["gaussian"]
-        for refresh, kind in cases:
-            excess = np.array(found[rank, refresh, kind])
-            row[f"{'refreshed' if refresh else 'fixed'}_{kind}"] = {
-                "mean": float(law[kind] + excess.mean()),
-                "standard_error": float(excess.std() / math.sqrt(excess.size)),
-            }
-        rows.append(row)
-    return {"rows": rows}
-
-
-def _mean_law(rank: int, kind: str) -> float:
-    laws = [expected_cosine(k, rank, kind) for _, k in PROJECTIONS.values()]
-    return math.fsum(laws) / len(laws)
-
-
-@jax.jit
-def reconstruction_cosine(
-    G: Float[Array, "d k"], A: Float[Array, "r k"]
-) -> Float[Array, ""]:
-    """Cosine of ``G`` and ``G Aᵀ A`` as vectors, by the definition."""
-    lifted = _dot(_dot(G, A.T), A)
-    return jnp.sum(G * lifted) / jnp.sqrt(jnp.sum(G * G) * jnp.sum(lifted * lifted))
-
-
-def _show_reconstruction(result: dict[str, Any], console: "Console") -> None:
-    from rich.table import Table
-
-    columns = [f"{basis}_{kind}" for basis in ("fixed", "refreshed") for kind in KINDS]
-    table = Table(
-        title="Cosine of a gradient and its reconstruction, mean over the projections "
-        "of Qwen2.5-1.5B",
-        title_justify="left",
-    )
-    for head in ("rank", "theory", *map(_head, columns), "paper"):
-        table.add_column(head, justify="right")
-    for row in result["rows"]:
-        paper = PAPER.get(row["rank"])
-        table.add_row(
-            str(row["rank"]),
-            f"{row['theory']:.4f}",
-            *(f"{row[c]['mean']:.4f}" for c in columns),
-            "" if paper is None else f"{paper:.3f}",
-        )
-    console.print(table)
-    basis, kind = differences(result)
-    errors = [row[c]["standard_error"] for row in result["rows"] for c in columns]
-    console.print(
-        f"Largest difference between fixed and refreshed bases {basis:.4f} (paper: "
-        f"{PAPER_DIFFERENCES['basis']}), between signs and normal entries {kind:.4f} "
-        f"(paper: {PAPER_DIFFERENCES['kind']}); standard errors up to "
-        f"{max(errors):.4f}.\n"
-    )
-
-
-def _head(column: str) -> str:
-    basis, kind = column.split("_")
-    return f"{basis} {NAMES[kind]}"
-
-
-def differences(result: dict[str, Any]) -> tuple[float, float]:
-    """The largest over ranks, fixed against refreshed, and signs against normal."""
-
-    def mean(row: dict[str, Any], basis: str, kind: str) -> float:
-        return row[f"{basis}_{kind}"]["mean"]
-
-    basis = max(
-        abs(mean(row, "fixed", kind) - mean(row, "refreshed", kind))
-        for row in result["rows"]
-        for kind in KINDS
-    )
-    kind = max(
-        abs(mean(row, basis, "rademacher") - mean(row, basis, "gaussian"))
-        for row in result["rows"]
-        for basis in ("fixed", "refreshed")
-    )
-    return basis, kind
-
-
 # --- the sketch keeps norms
 
 
@@ -324,8 +206,7 @@ def measure_quadratic(options: Options, tick: Tick) -> dict[str, Any]:
         ``rows``: ``predicted`` (nats per token), mean ``ratio`` over repetitions, and
         the ``lowest`` and ``highest``.
     """
-    budgets = (1e-4, 1e-3, 1e-2, 1e-1)
-    ratios = np.array([_ratios(seed, budgets, tick) for seed in range(options.seeds)])
+    ratios = np.array([_ratios(seed, BUDGETS, tick) for seed in range(options.seeds)])
     return {
         "rows": [
             {
@@ -334,7 +215,7 @@ def measure_quadratic(options: Options, tick: Tick) -> dict[str, Any]:
                 "lowest": float(ratio.min()),
                 "highest": float(ratio.max()),
             }
-            for budget, ratio in zip(budgets, ratios.T, strict=True)
+            for budget, ratio in zip(BUDGETS, ratios.T, strict=True)
         ]
     }
 
@@ -402,11 +283,18 @@ SECTIONS = [
     Section(
         "reconstruction",
         lambda o: o.seeds * o.updates * len(PROJECTIONS),
-        measure_reconstruction,
-        _show_reconstruction,
+        lambda o, tick: measure_reconstruction(
+            o.ranks, seeds=o.seeds, rows=o.rows, updates=o.updates, tick=tick
+        ),
+        show_reconstruction,
     ),
     Section("norms", lambda o: len(o.ranks) * 2, measure_norms, _show_norms),
-    Section("quadratic", lambda o: o.seeds * 4, measure_quadratic, _show_quadratic),
+    Section(
+        "quadratic",
+        lambda o: o.seeds * len(BUDGETS),
+        measure_quadratic,
+        _show_quadratic,
+    ),
     Section(
         "drift",
         lambda _: len(UPDATES) * len(ROUNDINGS),
@@ -429,23 +317,9 @@ def _plot(results: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4), layout="constrained")
-    axes, right = figure.subplots(1, 2)
+    left, right = figure.subplots(1, 2)
+    plot_reconstruction(left, results["reconstruction"]["rows"])
     plot_drifts(right, results["drift"]["rows"])
-    rows = results["reconstruction"]["rows"]
-    ranks = [row["rank"] for row in rows]
-    finer = np.unique(np.geomspace(ranks[0], ranks[-1], 50).round().astype(int))
-    law = [_mean_law(int(rank), "rademacher") for rank in finer]
-    axes.plot(finer, law, color="#777777", label="theory")
-    for basis, marker in (("fixed", "o"), ("refreshed", "x")):
-        means = [row[f"{basis}_rademacher"]["mean"] for row in rows]
-        axes.plot(ranks, means, marker, color="#0072B2", label=f"{basis} signs")
-    axes.plot(*zip(*PAPER.items(), strict=True), "+", color="#D55E00", label="paper")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ranks, [str(rank) for rank in ranks])
-    axes.set_xlabel("rank")
-    axes.set_ylabel("cosine of gradient and reconstruction")
-    axes.set_title("Mean over the projections of Qwen2.5-1.5B", loc="left")
-    axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
 
 

@@ -39,7 +39,7 @@ from logra_jax.training.monitor import build_measuring, ranks_of
 from logra_jax.training.schema import Config
 
 ENERGIES = (0.5, 0.9, 0.95, 0.99)
-RESPONSES = 16
+RESPONSES = 32
 
 
 def spectrum(
@@ -237,6 +237,7 @@ def summarise_layers(
 
 
 def _print_table(result: dict[str, Any]) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
@@ -249,42 +250,45 @@ def _print_table(result: dict[str, Any]) -> None:
     shares = list(kinds[0]["rank_for"])
     heads = [f"{100 * float(share):g} %" for share in shares]
     needed = Table(
+        box=box.SIMPLE_HEAD,
         title="Smallest rank that holds a share of the gradient's energy: mean over "
         "layers (maximum)",
         title_justify="left",
     )
     kept = Table(
-        title=f"What the configured sketch keeps ({setup['basis']} basis)",
+        box=box.SIMPLE_HEAD,
+        title=f"What the configured sketch keeps ({setup['basis']})",
         title_justify="left",
     )
     for table, columns in (
-        (needed, ("d × k", *heads, "stable rank")),
-        (kept, ("rank", "d_eff", "cos_C")),
+        (needed, heads),
+        (kept, ("d×k", "stable rank", "d_eff", "rank", "cos_C")),
     ):
         table.add_column("projection", no_wrap=True)
         for head in columns:
-            table.add_column(head, justify="right")
+            table.add_column(head, justify="right", no_wrap=True)
     for row in kinds:
         name = row["path"].rpartition(".")[2]
         ranks = (row["rank_for"][share] for share in shares)
         needed.add_row(
             name,
-            "{} × {}".format(*row["shape"]),
             *(f"{r['mean']:.1f} ({r['max']})" for r in ranks),
-            f"{row['stable_rank']:.1f}",
         )
         cos_c = row["cos_c"]
         kept.add_row(
             name,
-            str(row["rank"]),
+            "{}×{}".format(*row["shape"]),
+            f"{row['stable_rank']:.1f}",
             f"{row['d_eff']:.1f}",
+            str(row["rank"]),
             f"{cos_c['mean']:.2f} ({cos_c['min']:.2f})",
         )
     console.print(needed)
     console.print(kept)
     console.print(
-        "cos_C: a floor of what a step through the sketch gains, at equal KL, of what "
-        "the dense step gains; mean over layers (minimum)."
+        "stable rank: ||G||² over its largest squared singular value. cos_C: a floor "
+        "of what a step through the sketch gains, at equal KL, of what the dense step "
+        "gains; mean over layers (minimum)."
     )
 
 

@@ -25,7 +25,8 @@ from logra_jax.rollout.local import LocalEngine
 from logra_jax.rollout.types import Completions, Sampling, common_prefix
 from logra_jax.training.budget import build_budget
 from logra_jax.training.monitor import LossOptions, Monitor, build_monitor
-from logra_jax.training.schema import Config, default_cache_dir
+from logra_jax.training.paths import default_cache_dir
+from logra_jax.training.schema import Config
 from logra_jax.training.state import Batch
 from logra_jax.training.step import Step, StepOptions, build_step
 

@@ -27,6 +27,7 @@ _FREE = (
     "train.keep_checkpoints",
     "train.save_updates",
     "eval.",
+    "monitor.",
     "reward.workers",
 )
 

@@ -26,8 +26,6 @@ from logra_jax.training.schema import (
     SketchConfig,
     TaskConfig,
     TrainConfig,
-    default_cache_dir,
-    default_run_dir,
     require,
     show,
 )
@@ -45,8 +43,6 @@ __all__ = [
     "SketchConfig",
     "TaskConfig",
     "TrainConfig",
-    "default_cache_dir",
-    "default_run_dir",
     "load_config",
     "to_yaml",
 ]

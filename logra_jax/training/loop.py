@@ -46,8 +46,9 @@ from logra_jax.training.display import Display
 from logra_jax.training.evaluate import evaluate
 from logra_jax.training.export import MODEL_DIRECTORY, export_model
 from logra_jax.training.journal import Journal, has_metrics, read_metrics
+from logra_jax.training.paths import default_run_dir
 from logra_jax.training.plots import write_plots
-from logra_jax.training.schema import Config, default_run_dir
+from logra_jax.training.schema import Config
 from logra_jax.training.state import TrainState, initial_state
 from logra_jax.training.updates import UpdateFiles
 

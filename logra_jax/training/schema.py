@@ -5,11 +5,8 @@ is one sentence that names the field, the rule, the value received and what to d
 """
 
 import math
-import os
 import re
 from dataclasses import dataclass, field
-from datetime import datetime
-from pathlib import Path
 from typing import Any, Literal
 
 
@@ -459,18 +456,3 @@ class Config:
             self.monitor.responses,
             f"be at most `train.batch` ({batch})",
         )
-
-
-def default_run_dir(config: Config, now: datetime) -> Path:
-    """`config.run_dir`, or `runs/<name>-<YYYYmmdd-HHMMSS>` when it is null."""
-    if config.run_dir is not None:
-        return Path(config.run_dir)
-    return Path("runs") / f"{config.name}-{now:%Y%m%d-%H%M%S}"
-
-
-def default_cache_dir(config: Config) -> Path:
-    """`config.cache_dir`, or `logra_jax` in the user's cache directory."""
-    if config.cache_dir is not None:
-        return Path(config.cache_dir)
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "logra_jax"

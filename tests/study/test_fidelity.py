@@ -10,19 +10,21 @@ from rich.console import Console
 from logra_jax.algorithm.alignment import expected_cosine
 from logra_jax.algorithm.basis import Basis
 from logra_jax.study.fidelity import (
-    PAPER,
-    PROJECTIONS,
     SECTIONS,
     Options,
-    differences,
     fidelity,
     measure_norms,
     measure_quadratic,
+)
+from logra_jax.study.reconstruction import (
+    PAPER,
+    PROJECTIONS,
+    differences,
     measure_reconstruction,
     reconstruction_cosine,
 )
 
-SMALL = Options(ranks=(4, 256), seeds=1, rows=256, updates=3, draws=40)
+SMALL = Options(ranks=(4, 256), seeds=1, draws=40)
 CASES = ("fixed_rademacher", "refreshed_rademacher")
 CASES += ("fixed_gaussian", "refreshed_gaussian")
 
@@ -33,7 +35,7 @@ def no_tick() -> None:
 
 @pytest.fixture(scope="module")
 def table() -> dict:
-    return measure_reconstruction(SMALL, no_tick)
+    return measure_reconstruction((4, 256), seeds=1, rows=256, updates=3)
 
 
 def test_the_papers_table_is_reproduced(table):

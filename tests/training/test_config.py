@@ -19,11 +19,10 @@ from logra_jax.training.config import (
     ModelConfig,
     TaskConfig,
     TrainConfig,
-    default_cache_dir,
-    default_run_dir,
     load_config,
     to_yaml,
 )
+from logra_jax.training.paths import default_cache_dir, default_run_dir
 
 REPOSITORY = Path(__file__).parents[2]
 MINIMAL = "model:\n  path: some-model\ntrain:\n  steps: 3\n"
