@@ -75,17 +75,20 @@ class Basis:
         import jax
         import jax.numpy as jnp
 
-        bits = jax_library().bits
-        words = bits(jnp.asarray(address, jnp.uint32), "int32")
-        words = self.key_words((words[0], words[1], words[2]))
-        data = jnp.stack([bits(word, "uint32") for word in words])
+        library = jax_library()
+        words = library.bits(jnp.asarray(address, jnp.uint32), "int32")
+        words = self.key_words(library, (words[0], words[1], words[2]))
+        data = jnp.stack([library.bits(word, "uint32") for word in words])
         return jax.random.wrap_key_data(data, impl="threefry2x32")
 
-    def key_words(self, address: tuple[Any, Any, Any]) -> tuple[Any, Any]:
-        """The two int32 words of that key, from int32 arrays of any library."""
+    def key_words(
+        self, library: Library, address: tuple[Any, Any, Any]
+    ) -> tuple[Any, Any]:
+        """The two int32 words of that key, from int32 arrays of ``library``."""
         seed, step, matrix = address
-        key = fold_in((0, seed), step if self.refresh else step & 0)
-        return fold_in(key, matrix)
+        step = step if self.refresh else step & 0
+        key = fold_in((0, seed), step, library.threefry)
+        return fold_in(key, matrix, library.threefry)
 
     def matrix(self, address: "Array", rank: int, width: int) -> "Array":
         """The basis ``A`` (rank, width) at ``address``, float32, see basis_matrix."""
@@ -127,7 +130,7 @@ def basis_entries(
     first, last = columns[0] // per_word, -(-columns[1] // per_word)
     row = library.arange(*rows)[:, None]
     index = row * words_a_row + library.arange(first, last)[None, :]
-    words = random_words(key, index)
+    words = random_words(key, index, library.threefry)
     shifts = library.arange(0, per_word) * bits
     parts = (words[:, :, None] >> shifts[None, None, :]) & ((1 << bits) - 1)
     parts = parts.reshape(rows[1] - rows[0], -1)

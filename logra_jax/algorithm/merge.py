@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int8, Shaped, UInt32
+from jaxtyping import Array, Float, Float32, Int8, Int32, Shaped, UInt32
 
 from logra_jax.algorithm.arrays import jax_library
 from logra_jax.algorithm.basis import Basis, basis_entries
@@ -186,21 +186,28 @@ def _merge_stack(
     layers = addresses.shape[0]
 
     def merge_layers(stacked: Array, stored: DTypeLike = kernel.dtype):
-        def merge_layer(i: Array, carry: tuple[Array, Array]):
-            stacked, sums = carry
-            w = lax.dynamic_index_in_dim(stacked, i, keepdims=False)
-            w = lax.bitcast_convert_type(w, kernel.dtype)
-            moved, change = _merge_matrix(
+        def take(stacked: Array, i: Array) -> Array:
+            return lax.dynamic_index_in_dim(stacked, i, keepdims=False)
+
+        def merge_layer(i: Array, carry: tuple[Array, Array, Array]):
+            stacked, held, sums = carry
+            w = lax.bitcast_convert_type(held, kernel.dtype)
+            before, after, change = _merge_matrix(
                 w, integers[i], exponents[i], addresses[i], basis, rounding
             )
             if measure:
-                sums = sums.at[i].set(_measure(w, moved, change))
-            moved = lax.bitcast_convert_type(moved, stored)
-            return lax.dynamic_update_index_in_dim(stacked, moved, i, 0), sums
+                sums = sums.at[i].set(_measure(before, after, change))
+            w = lax.bitcast_convert_type(_narrow(after, kernel.dtype), stored)
+            stacked = lax.dynamic_update_index_in_dim(stacked, w, i, 0)
+            return stacked, take(stacked, jnp.minimum(i + 1, layers - 1)), sums
 
         # A loop over donated buffers, not scan or vmap: those hold the weights twice.
-        sums = jnp.zeros((layers, len(Landing._fields)), jnp.float32)
-        return lax.fori_loop(0, layers, merge_layer, (stacked, sums))
+        # The layer is read an iteration ahead: if it were read beside the write, XLA
+        # would copy the stack first, once for every layer.
+        sums = jnp.zeros((layers, len(Landing._fields), d), jnp.float32)
+        first = take(stacked, jnp.int32(0))
+        stacked, _, sums = lax.fori_loop(0, layers, merge_layer, (stacked, first, sums))
+        return stacked, sums
 
     def merge_bits(stacked: Array):  # in place but for one copy of the stack's bits
         bits = lax.bitcast_convert_type(stacked, jnp.uint16)
@@ -214,7 +221,8 @@ def _merge_stack(
         )
     else:
         stacked, sums = merge_layers(stacked)
-    landing = Landing(*(sums[:, i].reshape(stack) for i in range(sums.shape[1])))
+    sums = jnp.moveaxis(jnp.sum(sums, -1), 1, 0)
+    landing = Landing(*(part.reshape(stack) for part in sums))
     return stacked.reshape(kernel.shape), landing if measure else None
 
 
@@ -225,15 +233,15 @@ def _merge_matrix(
     address: UInt32[Array, "3"],
     basis: Basis,
     rounding: str,
-) -> tuple[Float[Array, "k d"], Float32[Array, "k d"]]:
-    """The matrix after the update, and the update."""
+) -> tuple[Int32[Array, "k d"], Int32[Array, "k d"], Float32[Array, "k d"]]:
+    """Bits (as float32) of the matrix before and after the update, and the update."""
     library = jax_library()
     k, d = w.shape
     words = library.bits(address, "int32")
     address_words = (words[0], words[1], words[2])
     entries = basis_entries(
         library,
-        basis.key_words(address_words),
+        basis.key_words(library, address_words),
         (0, integers.shape[-1]),
         (0, k),
         k,
@@ -241,27 +249,33 @@ def _merge_matrix(
     )
     change = lift(library, integers, exponents, entries, transposed=True)
     if w.dtype == jnp.float32:
-        moved = land(library, library.bits(w, "int32"), change, None)
-        return library.bits(moved, "float32"), change
-    bits = library.int32(library.bits(w, "uint16")) << 16
-    if rounding == "stochastic":
-        row, column = library.arange(0, d)[None, :], library.arange(0, k)[:, None]
-        moved = land(
-            library, bits, change, stochastic_noise(address_words, row, column, k)
-        )
+        before, noise = library.bits(w, "int32"), None
     else:
-        moved = land(library, bits, change, nearest_noise)
-    return library.bits(library.int16(moved >> 16), "bfloat16"), change
+        before, noise = library.int32(library.bits(w, "uint16")) << 16, nearest_noise
+        if rounding == "stochastic":
+            row, column = library.arange(0, d)[None, :], library.arange(0, k)[:, None]
+            noise = stochastic_noise(address_words, row, column, k)
+    return before, land(library, before, change, noise), change
 
 
-def _measure(before: Array, after: Array, intended: Array) -> Array:
-    moved = after.astype(jnp.float32) - before.astype(jnp.float32)
-    return jnp.stack(
-        [
-            jnp.sum(jnp.square(intended)),
-            jnp.sum(jnp.square(moved)),
-            jnp.sum(moved * intended),
-            jnp.sum((after != before).astype(jnp.float32)),
-            jnp.float32(intended.size),
-        ]
+def _narrow(bits: Int32[Array, "k d"], dtype: DTypeLike) -> Float[Array, "k d"]:
+    library = jax_library()
+    if dtype == jnp.float32:
+        return library.bits(bits, "float32")
+    return library.bits(library.int16(bits >> 16), "bfloat16")
+
+
+def _measure(
+    before: Int32[Array, "k d"], after: Int32[Array, "k d"], intended: Array
+) -> Float32[Array, "5 d"]:
+    """The sums of a :class:`Landing`, for each output feature."""
+    bits = jax_library().bits
+    moved = bits(after, "float32") - bits(before, "float32")
+    values = (
+        jnp.square(intended),
+        jnp.square(moved),
+        moved * intended,
+        (moved != 0).astype(jnp.float32),
+        jnp.ones_like(moved),
     )
+    return jnp.stack([jnp.sum(v, axis=0) for v in values])

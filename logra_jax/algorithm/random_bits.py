@@ -8,7 +8,10 @@ Key words may be Python integers or arrays, counters must be arrays (not scalars
 do not wrap in numpy).
 """
 
+from collections.abc import Callable
 from typing import Any
+
+Threefry = Callable[[tuple[Any, Any], Any, Any], tuple[Any, Any]]
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
@@ -40,21 +43,26 @@ def threefry2x32(key: tuple[Any, Any], high: Any, low: Any) -> tuple[Any, Any]:
     return x, y
 
 
-def random_words(key: tuple[Any, Any], index: Any) -> Any:
+def random_words(
+    key: tuple[Any, Any], index: Any, threefry: Threefry = threefry2x32
+) -> Any:
     """Words number ``index`` of a key: those of ``jax.random.bits``, in C order.
 
     Args:
         key: two words.
         index: int32 array, taken as counters in ``[0, 2**32)``; so a part of an array
             of random words is drawn without the rest.
+        threefry: the generator, or another way to its words.
     """
-    x, y = threefry2x32(key, index & 0, index)
+    x, y = threefry(key, index & 0, index)
     return x ^ y
 
 
-def fold_in(key: tuple[Any, Any], word: Any) -> tuple[Any, Any]:
+def fold_in(
+    key: tuple[Any, Any], word: Any, threefry: Threefry = threefry2x32
+) -> tuple[Any, Any]:
     """``jax.random.fold_in``: the key for ``word`` (an array), two words."""
-    return threefry2x32(key, word & 0, word)
+    return threefry(key, word & 0, word)
 
 
 def mix(x: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from logra_jax.algorithm.arrays import Library, library_of
+from logra_jax.algorithm.arrays import Library, library_of, numpy_library
 from logra_jax.algorithm.basis import Basis, basis_entries
 from logra_jax.algorithm.factor import lift
 from logra_jax.algorithm.random_bits import signed
@@ -58,11 +58,11 @@ def replay(
     full = held if width is None else width
     # Arrays of one entry: numpy's scalars do not wrap. They broadcast everywhere.
     seed, step, matrix = (np.array([signed(word)], np.int32) for word in address)
-    k0, k1 = (int(word[0]) for word in basis.key_words((seed, step, matrix)))
+    key = basis.key_words(numpy_library(), (seed, step, matrix))
     words = tuple(library.constant([signed(word)]) for word in address)
     entries = basis_entries(
         library,
-        (k0, k1),
+        (int(key[0][0]), int(key[1][0])),
         (0, integers.shape[1]),
         (columns, columns + held),
         full,

@@ -154,7 +154,7 @@ def test_any_library_draws_the_entries_of_an_address(name, kind):
     if name == "jax":  # scalars there: its arrays of one entry do not broadcast
         words = tuple(word[0] for word in words)
     entries = basis_entries(
-        library, basis.key_words(words), (0, 5), (0, 77), 77, basis.kind
+        library, basis.key_words(library, words), (0, 5), (0, 77), 77, basis.kind
     )
     key = basis.key(jnp.array(address, jnp.uint32))
     expected = jax_entries(key, 5, 77, kind, jnp.int32)
