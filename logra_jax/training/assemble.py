@@ -24,7 +24,8 @@ from logra_jax.rl.tasks import Question, Task, draw, reasoning_gym_task
 from logra_jax.rollout.local import LocalEngine
 from logra_jax.rollout.types import Completions, Sampling, common_prefix
 from logra_jax.training.budget import build_budget
-from logra_jax.training.monitor import LossOptions, Monitor, build_monitor
+from logra_jax.training.monitor import Monitor, build_monitor
+from logra_jax.training.objective import LossOptions
 from logra_jax.training.paths import default_cache_dir
 from logra_jax.training.schema import Config
 from logra_jax.training.state import Batch

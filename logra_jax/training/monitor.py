@@ -5,37 +5,22 @@ a time, to see how much of it the sketch keeps (:mod:`logra_jax.algorithm.alignm
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from logra_jax.algorithm import alignment
 from logra_jax.algorithm.capture import Measure, Tap, measurements, tapped
-from logra_jax.models.decoder import Decoder
-from logra_jax.models.logprobs import token_logprobs
-from logra_jax.rl.advantages import RunningMean, grpo, running_mean
-from logra_jax.rl.losses import ppo_clip
-from logra_jax.rollout.local import prefill
+from logra_jax.rl.advantages import RunningMean
+from logra_jax.training.objective import LossOptions, advantages_of, policy_terms
 from logra_jax.training.state import Batch, TrainState, rows
 
 Monitor = Callable[[TrainState, Batch], dict[str, float]]
 # (weights, advantages' baseline, batch) -> by layer path and name of measurement
 Measuring = Callable[[nnx.State, RunningMean, Batch], dict[str, dict[str, np.ndarray]]]
-
-
-class LossOptions(NamedTuple):
-    """Static choices of the policy-gradient loss, from the config."""
-
-    temperature: float
-    advantage: str
-    group: int  # responses per prompt
-    baseline_decay: float
-    clip_low: float
-    clip_high: float
 
 
 def build_monitor(
@@ -114,12 +99,7 @@ def build_cotangents(
     def cotangents(
         weights: nnx.State, baseline: RunningMean, batch: Batch
     ) -> nnx.State:
-        if options.advantage == "grpo":
-            advantages = grpo(batch.rewards, options.group)
-        else:
-            advantages, _ = running_mean(
-                batch.rewards, baseline, options.baseline_decay
-            )
+        advantages, _ = advantages_of(batch.rewards, baseline, options)
         size = len(batch.rewards)
         count = min(responses, size)
         chosen = jnp.array([i * size // count for i in range(count)])
@@ -134,7 +114,8 @@ def build_cotangents(
 
         def loss(taps: nnx.State) -> Array:
             model = nnx.merge(tapped_graph, taps, rest)
-            return _policy_loss(model, few, advantages[chosen], options)
+            terms = policy_terms(model, few, advantages[chosen], options)
+            return jnp.sum(terms.loss) / jnp.maximum(jnp.sum(few.mask), 1)
 
         return jax.grad(loss)(taps)
 
@@ -199,33 +180,6 @@ def unshare_prefix(batch: Batch) -> Batch:
         prompts=jnp.where((column >= 0) & (column < shared), from_prefix, prompts),
         prompt_lengths=batch.prompt_lengths + shared,
     )
-
-
-def _policy_loss(
-    model: Decoder, batch: Batch, advantages: Float[Array, " batch"], o: LossOptions
-) -> Array:
-    """The update's loss, mean over the responses' tokens; no prefix is shared."""
-    width, new = batch.prompts.shape[1], batch.completions.shape[1]
-    tokens = jnp.concatenate([batch.prompts, batch.completions[:, :-1]], axis=1)
-    hidden, _, _ = prefill(
-        model, batch.prefix, tokens, batch.prompt_lengths, prompt_width=width
-    )
-    hidden = hidden[:, width - 1 : width - 1 + new].reshape(-1, hidden.shape[-1])
-    logprobs = token_logprobs(
-        hidden,
-        batch.completions.reshape(-1),
-        model.logits,
-        temperature=o.temperature,
-    ).reshape(batch.completions.shape)
-    per_token, _ = ppo_clip(
-        logprobs,
-        batch.logprobs,
-        advantages,
-        batch.mask,
-        clip_low=o.clip_low,
-        clip_high=o.clip_high,
-    )
-    return jnp.sum(per_token) / jnp.maximum(jnp.sum(batch.mask), 1)
 
 
 def _finite(reduce: Callable, values: list[np.ndarray]) -> float:

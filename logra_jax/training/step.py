@@ -19,11 +19,12 @@ from logra_jax.algorithm.predicted_kl import (
     predict_kl,
     predict_kl_by_difference,
 )
-from logra_jax.models.decoder import Decoder
-from logra_jax.models.logprobs import token_logprobs
-from logra_jax.rl.advantages import grpo, running_mean
-from logra_jax.rl.losses import ppo_clip
-from logra_jax.rollout.local import prefill
+from logra_jax.training.objective import (
+    LossOptions,
+    advantages_of,
+    policy_terms,
+    response_hidden,
+)
 from logra_jax.training.state import Batch, TrainState, rows
 
 _PROBE_KL = 1e-4  # nats per token: the KL that a finite-difference probe makes
@@ -48,6 +49,11 @@ class StepOptions(NamedTuple):
     baseline_decay: float
     clip_low: float
     clip_high: float
+
+    @property
+    def loss(self) -> LossOptions:
+        """Those of the loss."""
+        return LossOptions(*(getattr(self, name) for name in LossOptions._fields))
 
 
 def build_step(
@@ -75,7 +81,9 @@ def build_step(
     check_moments(jax.eval_shape(optimizer.init, probes), probes, options.basis)
 
     def step(state: TrainState, batch: Batch) -> Stepped:
-        advantages, baseline = _advantages(state, batch, options)
+        advantages, baseline = advantages_of(
+            batch.rewards, state.baseline, options.loss
+        )
         sketches, metrics = _accumulate(
             graph, probes, state.weights, batch, advantages, options
         )
@@ -139,12 +147,6 @@ def _landed(landings: dict[str, Landing]) -> dict[str, Array]:
     }
 
 
-def _advantages(state: TrainState, batch: Batch, options: StepOptions):
-    if options.advantage == "grpo":
-        return grpo(batch.rewards, options.group), state.baseline
-    return running_mean(batch.rewards, state.baseline, options.baseline_decay)
-
-
 def _share(batch: Batch, share: float) -> Batch:
     """At least one response, spread evenly over the batch's rows.
 
@@ -202,29 +204,14 @@ def _accumulate(
 
     def loss(probes: nnx.State, part: Batch, advantages: Array):
         model = nnx.merge(graph, probes, weights)
-        hidden = _response_hidden(graph, probes, weights, part)
-        logprobs = token_logprobs(
-            hidden,
-            part.completions.reshape(-1),
-            model.logits,
-            temperature=options.temperature,
-        ).reshape(part.completions.shape)
-        per_token, is_clipped = ppo_clip(
-            logprobs,
-            part.logprobs,
-            advantages,
-            part.mask,
-            clip_low=options.clip_low,
-            clip_high=options.clip_high,
-        )
-        log_ratio = jnp.where(part.mask, logprobs - part.logprobs, 0.0)
-        value = jnp.sum(per_token) / tokens
+        terms = policy_terms(model, part, advantages, options.loss)
+        value = jnp.sum(terms.loss) / tokens
         return value, {
             "loss": value,
-            "clip/share": jnp.sum(is_clipped) / tokens,
-            "mismatch/mean": jnp.sum(jnp.abs(log_ratio)) / tokens,
+            "clip/share": jnp.sum(terms.is_clipped) / tokens,
+            "mismatch/mean": jnp.sum(jnp.abs(terms.log_ratio)) / tokens,
             # as logra.sampled_kl, summed over microbatches
-            "mismatch/kl": jnp.sum(exp_excess(log_ratio)) / tokens,
+            "mismatch/kl": jnp.sum(exp_excess(terms.log_ratio)) / tokens,
         }
 
     def split(a: Array) -> Array:
@@ -256,15 +243,4 @@ def _response_hidden(
     dtype=None,
 ) -> Float[Array, "tokens features"]:
     """Hidden states that predict each completion token, (batch * new, features)."""
-    model: Decoder = nnx.merge(graph, probes, weights)
-    width, new = batch.prompts.shape[1], batch.completions.shape[1]
-    tokens = jnp.concatenate([batch.prompts, batch.completions[:, :-1]], axis=1)
-    hidden, _, _ = prefill(
-        model,
-        batch.prefix,
-        tokens,
-        batch.prompt_lengths,
-        prompt_width=width,
-        dtype=dtype,
-    )
-    return hidden[:, width - 1 : width - 1 + new].reshape(-1, hidden.shape[-1])
+    return response_hidden(nnx.merge(graph, probes, weights), batch, dtype)

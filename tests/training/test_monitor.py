@@ -16,7 +16,6 @@ from logra_jax.training.alarms import read_alarms
 from logra_jax.training.config import load_config
 from logra_jax.training.journal import deterministic, read_metrics
 from logra_jax.training.monitor import (
-    LossOptions,
     build_cotangents,
     build_measuring,
     build_monitor,
@@ -24,6 +23,7 @@ from logra_jax.training.monitor import (
     summarise,
     unshare_prefix,
 )
+from logra_jax.training.objective import LossOptions
 from logra_jax.training.state import Batch, TrainState
 
 VOCAB, ROWS, NEW = 31, 4, 3

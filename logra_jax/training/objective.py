@@ -1,0 +1,84 @@
+"""The loss of an update as a function of the model: for the step and its monitor."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Float32
+
+from logra_jax.models.decoder import Decoder
+from logra_jax.models.logprobs import token_logprobs
+from logra_jax.rl.advantages import RunningMean, grpo, running_mean
+from logra_jax.rl.losses import ppo_clip
+from logra_jax.rollout.local import prefill
+from logra_jax.training.state import Batch
+
+
+class LossOptions(NamedTuple):
+    """Static choices of the policy-gradient loss, from the config."""
+
+    temperature: float
+    advantage: str
+    group: int  # responses per prompt
+    baseline_decay: float
+    clip_low: float
+    clip_high: float
+
+
+class PolicyTerms(NamedTuple):
+    """The loss before it is averaged, token by token; 0 where there is no token."""
+
+    loss: Float32[Array, "batch new"]
+    is_clipped: Bool[Array, "batch new"]
+    log_ratio: Float32[Array, "batch new"]  # trainer's log-prob less the engine's
+
+
+def advantages_of(
+    rewards: Float32[Array, " batch"], baseline: RunningMean, options: LossOptions
+) -> tuple[Float32[Array, " batch"], RunningMean]:
+    """The responses' advantages, and the baseline after them."""
+    if options.advantage == "grpo":
+        return grpo(rewards, options.group), baseline
+    return running_mean(rewards, baseline, options.baseline_decay)
+
+
+def policy_terms(
+    model: Decoder,
+    batch: Batch,
+    advantages: Float[Array, " batch"],
+    options: LossOptions,
+) -> PolicyTerms:
+    """The clipped policy-gradient loss of each completion token."""
+    logprobs = token_logprobs(
+        response_hidden(model, batch),
+        batch.completions.reshape(-1),
+        model.logits,
+        temperature=options.temperature,
+    ).reshape(batch.completions.shape)
+    loss, is_clipped = ppo_clip(
+        logprobs,
+        batch.logprobs,
+        advantages,
+        batch.mask,
+        clip_low=options.clip_low,
+        clip_high=options.clip_high,
+    )
+    log_ratio = jnp.where(batch.mask, logprobs - batch.logprobs, 0.0)
+    return PolicyTerms(loss, is_clipped, log_ratio)
+
+
+def response_hidden(
+    model: Decoder, batch: Batch, dtype: DTypeLike | None = None
+) -> Float[Array, "tokens features"]:
+    """Hidden states that predict each completion token, (batch * new, features)."""
+    width, new = batch.prompts.shape[1], batch.completions.shape[1]
+    tokens = jnp.concatenate([batch.prompts, batch.completions[:, :-1]], axis=1)
+    hidden, _, _ = prefill(
+        model,
+        batch.prefix,
+        tokens,
+        batch.prompt_lengths,
+        prompt_width=width,
+        dtype=dtype,
+    )
+    return hidden[:, width - 1 : width - 1 + new].reshape(-1, hidden.shape[-1])
