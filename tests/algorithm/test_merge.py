@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import logra_jax as logra
 from logra_jax.algorithm.basis import entry_scale
@@ -233,6 +234,25 @@ def test_one_program_serves_every_step():
     for _ in range(3):
         weights = step(weights, updates)
     assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
+@pytest.mark.parametrize(
+    "spec", [(None, "a", None), (None, None, "a"), (None, "b", "a")]
+)
+def test_shards_of_a_kernel_merge_to_the_bits_of_the_whole(spec, kind):
+    basis = logra.Basis(seed=9, kind=kind)
+    weights, updates = state_of(jnp.bfloat16, basis)
+    step = jax.jit(lambda w, u: merge(w, u, basis))
+    expected = step(weights, updates)["proj"]["kernel"][...]
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    kernel = weights["proj"]["kernel"]
+    sharded = jax.tree.map(lambda x: x, weights)
+    sharded["proj"]["kernel"] = kernel.replace(jax.device_put(kernel[...], sharding))
+    found = step(sharded, updates)["proj"]["kernel"][...]
+    assert len(found.sharding.device_set) == 4
+    np.testing.assert_array_equal(found, expected)
 
 
 # --- memory
