@@ -85,6 +85,8 @@ def enable_compile_cache(config: Config) -> None:
     """Keep compiled programs between runs, in the cache directory."""
     cache = default_cache_dir(config) / "compiled"
     jax.config.update("jax_compilation_cache_dir", str(cache))
+    # The default keeps what took a second; a run has dozens of programs that take less.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def model_directory(config: Config) -> Path:
