@@ -54,7 +54,6 @@ _TRAIN_EXTRA = {
     "jinja2": "jinja2",
     "matplotlib": "matplotlib",
     "omegaconf": "omegaconf",
-    "pebble": "pebble",
     "reasoning_gym": "reasoning-gym",
     "rich": "rich",
     "safetensors": "safetensors",
