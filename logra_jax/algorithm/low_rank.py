@@ -4,7 +4,6 @@ For models whose layers cannot be changed, and the oracle of those that can: apa
 where ``S`` is formed, :func:`low_rank` takes the steps of :func:`logra_jax.sketch`.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, PyTree, UInt32
 
 from logra_jax.algorithm.basis import Basis
+from logra_jax.algorithm.sketch import dotted_name, rank_of
 
 Names = Callable[[str, tuple[int, ...]], str]
 
@@ -109,7 +109,7 @@ def low_rank(
     """
     basis = Basis(seed, refresh, kind)
     _check_ranks(rank)
-    name_of = names or _dotted_name
+    name_of = names or dotted_name
     transform = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> LowRankState:
@@ -279,7 +279,7 @@ def _stack_of(
     words = [basis.address(name_of(dotted, index)) for index in np.ndindex(*stack)]
     return _Stack(
         leaf.shape,
-        _rank_of(dotted, rank, limit=min(k, d)),
+        rank_of(dotted, rank, min(k, d), "keep it out with optax.multi_transform"),
         basis,
         np.array(words, np.uint32).reshape(-1, 3),
     )
@@ -293,29 +293,6 @@ def _check_ranks(rank: Any) -> None:
                 "shapes the state, so optax.inject_hyperparams needs it in "
                 "`static_args`."
             )
-
-
-def _rank_of(path: str, rank: int | Mapping[str, int], limit: int) -> int:
-    if isinstance(rank, Mapping):
-        hits = [r for pattern, r in rank.items() if re.search(pattern, path)]
-        if not hits:
-            raise ValueError(
-                f"`rank` must cover every matrix, got {dict(rank)}, which says nothing "
-                f"of {path!r}; add an expression for it or keep it out with "
-                "optax.multi_transform."
-            )
-        rank = hits[0]
-    if not 1 <= rank <= limit:
-        raise ValueError(
-            f"`rank` must be in [1, min(k, d)] = [1, {limit}] for {path!r}, got "
-            f"{rank}; give it a rank of its own or keep it out with "
-            "optax.multi_transform."
-        )
-    return rank
-
-
-def _dotted_name(path: str, layer: tuple[int, ...]) -> str:
-    return ".".join((path, *map(str, layer)))
 
 
 def _dotted(path: tuple[Any, ...]) -> str:

@@ -223,7 +223,7 @@ def sketch(
     """
     basis = basis or Basis()
     model = nnx.clone(model)
-    name_of = getattr(model, "tensor_name", _dotted_name)
+    name_of = getattr(model, "tensor_name", dotted_name)
     linears = dict(_linear_modules(model))
     matched = {path: m for path, m in linears.items() if re.search(match, path)}
     if not matched:
@@ -238,7 +238,7 @@ def sketch(
             basis.address(name_of(path, index)) for index in np.ndindex(*stack)
         ]
         words = np.array(addresses, np.uint32).reshape(*stack, 3)
-        layer_rank = _rank_of(path, rank, limit=min(k, d))
+        layer_rank = rank_of(path, rank, min(k, d), "narrow `match`")
         sketched = SketchedLinear(linear, layer_rank, basis, jnp.asarray(words))
         if not path:
             return cast(Model, sketched)  # the model itself was the linear layer
@@ -266,23 +266,38 @@ def _linear_modules(model: nnx.Module) -> Iterator[tuple[str, nnx.Linear]]:
             yield ".".join(map(str, path)), module
 
 
-def _dotted_name(path: str, layer: tuple[int, ...]) -> str:
+def dotted_name(path: str, layer: tuple[int, ...]) -> str:
+    """The name of a matrix of a model that gives none: its path, and layer if stacked.
+
+    It is part of the basis's address.
+    """
     return ".".join((path, *map(str, layer)))
 
 
-def _rank_of(path: str, rank: int | Mapping[str, int], limit: int) -> int:
+def rank_of(path: str, rank: int | Mapping[str, int], limit: int, way_out: str) -> int:
+    """The rank of the layer at ``path``; the first expression that hits decides.
+
+    Args:
+        path: dotted.
+        rank: of all layers, or by regular expression.
+        limit: largest rank that the layer has room for.
+        way_out: how the caller leaves the layer alone, for the message.
+
+    Raises:
+        ValueError: no expression hits, or a rank outside ``[1, limit]``.
+    """
     if isinstance(rank, Mapping):
         hits = [r for pattern, r in rank.items() if re.search(pattern, path)]
         if not hits:
             raise ValueError(
-                f"`rank` must cover every matched layer, got {dict(rank)}, which says "
-                f"nothing of {path!r}; add an expression for it or narrow `match`."
+                f"`rank` must cover every layer, got {dict(rank)}, which says nothing "
+                f"of {path!r}; add an expression for it or {way_out}."
             )
         rank = hits[0]
     if not 1 <= rank <= limit:
         raise ValueError(
             f"`rank` must be in [1, min(k, d)] = [1, {limit}] for layer {path!r}, "
-            f"got {rank}."
+            f"got {rank}; give it a rank of its own or {way_out}."
         )
     return rank
 

@@ -16,7 +16,7 @@ from logra_jax.algorithm import alignment
 from logra_jax.algorithm.capture import Measure, Tap, measurements, tapped
 from logra_jax.rl.advantages import RunningMean
 from logra_jax.training.objective import LossOptions, advantages_of, policy_terms
-from logra_jax.training.state import Batch, TrainState, rows
+from logra_jax.training.state import Batch, TrainState, evenly, rows
 
 Monitor = Callable[[TrainState, Batch], dict[str, float]]
 # (weights, advantages' baseline, batch) -> by layer path and name of measurement
@@ -102,7 +102,7 @@ def build_cotangents(
         advantages, _ = advantages_of(batch.rewards, baseline, options)
         size = len(batch.rewards)
         count = min(responses, size)
-        chosen = jnp.array([i * size // count for i in range(count)])
+        chosen = jnp.array(evenly(count, size))
         few = unshare_prefix(rows(batch, lambda a: a[chosen]))
         new = few.completions.shape[1]
         tokens = count * (few.prompts.shape[1] + new - 1)

@@ -49,6 +49,15 @@ def initial_state(
     )
 
 
+def evenly(count: int, size: int) -> list[int]:
+    """``count`` of ``size`` rows, spread evenly over them.
+
+    Rows are prompts in drawing order, the responses to one prompt side by side: an even
+    spread covers as many prompts as it can. It is the same rows at every update.
+    """
+    return [i * size // count for i in range(count)]
+
+
 def rows(batch: Batch, select) -> Batch:
     """``batch`` with ``select`` applied to every per-row array."""
     return batch._replace(

@@ -25,7 +25,7 @@ from logra_jax.training.objective import (
     policy_terms,
     response_hidden,
 )
-from logra_jax.training.state import Batch, TrainState, rows
+from logra_jax.training.state import Batch, TrainState, evenly, rows
 
 _PROBE_KL = 1e-4  # nats per token: the KL that a finite-difference probe makes
 
@@ -148,15 +148,10 @@ def _landed(landings: dict[str, Landing]) -> dict[str, Array]:
 
 
 def _share(batch: Batch, share: float) -> Batch:
-    """At least one response, spread evenly over the batch's rows.
-
-    Rows are prompts in drawing order, the responses to one prompt side by side: an even
-    spread covers as many prompts as it can. It is the same rows at every update.
-    """
+    """At least one response, spread evenly over the batch's rows."""
     size = len(batch.mask)
-    count = max(1, round(share * size))
-    chosen = [i * size // count for i in range(count)]
-    return rows(batch, lambda a: a[jnp.array(chosen)])
+    chosen = jnp.array(evenly(max(1, round(share * size)), size))
+    return rows(batch, lambda a: a[chosen])
 
 
 def _predict(

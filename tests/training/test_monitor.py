@@ -319,5 +319,5 @@ def test_a_monitor_of_more_responses_than_the_batch_is_refused(load):
 
 
 def test_a_rank_for_no_projection_is_refused(tiny_run: Run):
-    with pytest.raises(ValueError, match="`rank` must cover every matched layer"):
+    with pytest.raises(ValueError, match="`rank` must cover every layer"):
         tiny_run("run", "sketch.rank.mlp=5")
