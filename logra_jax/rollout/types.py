@@ -62,6 +62,9 @@ class Completions(NamedTuple):
     ]  # at the sampling temperature, unfiltered
     lengths: Int32[np.ndarray, " batch"]  # up to and including the end of sequence
     finished: Bool[np.ndarray, " batch"]  # an end of sequence came before the limit
+    # Version of the weights that each token was sampled from, -1 at padding; None from
+    # an engine that samples from the weights it is given.
+    versions: Int32[np.ndarray, "batch new"] | None = None
 
     @property
     def mask(self) -> Bool[np.ndarray, "batch new"]:

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from logra_jax.training.schema import BUDGETS, KLConfig, require
+from logra_jax.training.checks import require
+from logra_jax.training.schema_update import BUDGETS, KLConfig
 
 
 def build_budget(kl: KLConfig, steps: int) -> optax.ScalarOrSchedule | None:

@@ -29,6 +29,18 @@ _FREE = (
     "eval.",
     "monitor.",
     "reward.workers",
+    "rollout.urls",
+    "rollout.router",
+    "rollout.api_key_env",
+    "rollout.request_deadline",
+    "rollout.batch_deadline",
+    "rollout.concurrency",
+    "rollout.push_deadline",
+    "rollout.patience",
+    "rollout.keep_updates",
+    "rollout.load_weights",
+    "rollout.share_dir",
+    "serve.",
 )
 
 

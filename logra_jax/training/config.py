@@ -13,21 +13,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from logra_jax.training.checks import require, show
 from logra_jax.training.schema import (
     Config,
     EvalConfig,
-    KLConfig,
     ModelConfig,
-    MonitorConfig,
-    OptimizerConfig,
     RewardConfig,
-    RLConfig,
     RolloutConfig,
-    SketchConfig,
     TaskConfig,
     TrainConfig,
-    require,
-    show,
+)
+from logra_jax.training.schema_update import (
+    KLConfig,
+    MonitorConfig,
+    OptimizerConfig,
+    RLConfig,
+    SketchConfig,
 )
 
 __all__ = [
@@ -137,12 +138,12 @@ def _leaf_type(key: str) -> Any:
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:
     """The members of a union, or the type alone."""
-    union = isinstance(kind, types.UnionType)
-    return typing.get_args(kind) if union else (kind,)
+    is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    return typing.get_args(kind) if is_union else (kind,)
 
 
 def _check_tree(tree: Mapping[str, Any], kind: Any, prefix: str) -> None:
-    """Refuse unknown keys, sections that are no mappings and texts that are not."""
+    """Refuse unknown keys, and sections, texts and lists that are none."""
     known = _fields(kind)
     for key, value in tree.items():
         name = f"{prefix}{key}"
@@ -156,6 +157,18 @@ def _check_tree(tree: Mapping[str, Any], kind: Any, prefix: str) -> None:
         elif str in _alternatives(known[key]):
             rule, remedy = "be text", "put it in quotes"
             require(isinstance(value, str | None), name, value, rule, remedy)
+        else:
+            _check_list(value, known[key], name)
+
+
+def _check_list(value: Any, kind: Any, name: str) -> None:
+    """Refuse what is no list of the right values, if the field holds a list."""
+    lists = [k for k in _alternatives(kind) if typing.get_origin(k) is list]
+    if lists and not (value is None and types.NoneType in _alternatives(kind)):
+        (item,) = typing.get_args(lists[0])
+        allowed = str if item is str else int | float
+        fits = isinstance(value, list) and all(isinstance(v, allowed) for v in value)
+        require(fits, name, value, f"be {_describe(kind)}")
 
 
 def _unknown_key(name: str, prefix: str, siblings: Mapping[str, Any]) -> str:
@@ -203,8 +216,10 @@ def _describe(kind: Any) -> str:
     """A type in words."""
     if typing.get_origin(kind) is Literal:
         return "one of " + ", ".join(typing.get_args(kind))
-    if isinstance(kind, types.UnionType):
-        return " or ".join(_describe(k) for k in typing.get_args(kind))
+    if len(_alternatives(kind)) > 1:
+        return " or ".join(map(_describe, _alternatives(kind)))
+    if typing.get_origin(kind) is list:
+        return f"a list of {'texts' if str in typing.get_args(kind) else 'numbers'}"
     words = {
         int: "an integer",
         float: "a number",

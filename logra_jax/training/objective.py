@@ -9,7 +9,12 @@ from jaxtyping import Array, Bool, Float, Float32
 from logra_jax.models.decoder import Decoder
 from logra_jax.models.logprobs import token_logprobs
 from logra_jax.rl.advantages import RunningMean, grpo, running_mean
-from logra_jax.rl.losses import ppo_clip
+from logra_jax.rl.losses import (
+    Correction,
+    correct_mismatch,
+    corrected_policy_gradient,
+    ppo_clip,
+)
 from logra_jax.rollout.local import prefill
 from logra_jax.training.state import Batch
 
@@ -23,6 +28,9 @@ class LossOptions(NamedTuple):
     baseline_decay: float
     clip_low: float
     clip_high: float
+    correction: str = "none"  # for the engine's mismatch: none, token or sequence
+    correction_cap: float = 2.0
+    correction_mask: tuple[float, float] | None = None  # ratios that count
 
 
 class PolicyTerms(NamedTuple):
@@ -31,6 +39,7 @@ class PolicyTerms(NamedTuple):
     loss: Float32[Array, "batch new"]
     is_clipped: Bool[Array, "batch new"]
     log_ratio: Float32[Array, "batch new"]  # trainer's log-prob less the engine's
+    correction: Correction | None  # what the loss was weighted by
 
 
 def advantages_of(
@@ -48,13 +57,30 @@ def policy_terms(
     advantages: Float[Array, " batch"],
     options: LossOptions,
 ) -> PolicyTerms:
-    """The clipped policy-gradient loss of each completion token."""
+    """The policy-gradient loss of each completion token.
+
+    Without a correction the PPO ratio is to the engine's log-probs, and clipped. With
+    one it is to the trainer's own, and each token weighs what the correction says.
+    """
     logprobs = token_logprobs(
         response_hidden(model, batch),
         batch.completions.reshape(-1),
         model.logits,
         temperature=options.temperature,
     ).reshape(batch.completions.shape)
+    log_ratio = jnp.where(batch.mask, logprobs - batch.logprobs, 0.0)
+    if options.correction != "none":
+        correction = correct_mismatch(
+            logprobs,
+            batch.logprobs,
+            batch.mask,
+            level=options.correction,
+            cap=options.correction_cap,
+            keep=options.correction_mask,
+        )
+        loss = corrected_policy_gradient(logprobs, advantages, correction)
+        nowhere = jnp.zeros_like(batch.mask)
+        return PolicyTerms(loss, nowhere, log_ratio, correction)
     loss, is_clipped = ppo_clip(
         logprobs,
         batch.logprobs,
@@ -63,8 +89,7 @@ def policy_terms(
         clip_low=options.clip_low,
         clip_high=options.clip_high,
     )
-    log_ratio = jnp.where(batch.mask, logprobs - batch.logprobs, 0.0)
-    return PolicyTerms(loss, is_clipped, log_ratio)
+    return PolicyTerms(loss, is_clipped, log_ratio, None)
 
 
 def response_hidden(

@@ -1,55 +1,21 @@
 """The fields of a run's configuration: nested frozen dataclasses, one per stage.
 
-Each stage checks its own values, `Config` what concerns more than one; every complaint
-is one sentence that names the field, the rule, the value received and what to do.
+Each stage checks its own values, `Config` what concerns more than one. The stages that
+make an update are in `schema_update`.
 """
 
-import math
-import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-
-def show(value: object) -> str:
-    """A value as the reader wrote it: null, not None."""
-    return "null" if value is None else repr(value)
-
-
-def require(ok: bool, name: str, value: object, rule: str, remedy: str = "") -> None:
-    """Raise the one sentence that says which rule `name` broke, and what to do."""
-    if not ok:
-        hint = f"; {remedy}" if remedy else ""
-        raise ValueError(f"`{name}` must {rule}, got {show(value)}{hint}.")
-
-
-def _at_least(name: str, value: int, low: int, remedy: str = "") -> None:
-    require(value >= low, name, value, f"be at least {low}", remedy)
-
-
-def _positive(name: str, value: float, remedy: str = "") -> None:
-    require(0 < value < math.inf, name, value, "be positive and finite", remedy)
-
-
-def _seed(name: str, value: int) -> None:
-    require(0 <= value < 2**32, name, value, "lie in [0, 2**32)")
-
-
-def _regular_expression(name: str, value: object) -> None:
-    try:
-        re.compile(str(value))
-    except re.error as error:
-        require(False, name, value, "be a regular expression", str(error))
-
-
-def _rank(name: str, value: Any, rule: str) -> None:
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    require(is_integer, name, value, rule, "16 to 64 is usual")
-    _at_least(name, value, 1, "16 to 64 is usual")
-
-
-def _nearest_divisor(n: int, near: int) -> int:
-    """The divisor of `n` closest to `near`."""
-    return min((d for d in range(1, n + 1) if n % d == 0), key=lambda d: abs(d - near))
+from logra_jax.training.checks import at_least, positive, require, seed_in_range
+from logra_jax.training.schema_serve import ServeConfig
+from logra_jax.training.schema_update import (
+    KLConfig,
+    MonitorConfig,
+    OptimizerConfig,
+    RLConfig,
+    SketchConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,114 +51,6 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SketchConfig:
-    """Which projections are trained, and through how wide a sketch."""
-
-    rank: Any = 64
-    """Columns of each sketch (r): a number, or numbers by regular expression, such as
-    `{mlp: 32, attn: 16}`; the first that a projection's name contains is its own."""
-    match: str = r"(q|k|v|o|gate|up|down)_proj"
-    """Regular expression that a trained projection's name contains."""
-    basis: Literal["rademacher", "gaussian"] = "rademacher"
-    """Entries of the random basis: signs, or normal ones on an 8-bit grid."""
-    refresh: bool = True
-    """Draw a new basis at every update; otherwise one basis serves the whole run."""
-    rounding: Literal["stochastic", "nearest"] = "stochastic"
-    """How an update lands on bf16 weights; `nearest` loses most of a small one."""
-    bits: int = 16
-    """Of the integers that an update is merged and sent as: 16 or 8."""
-
-    def __post_init__(self) -> None:
-        """Check values."""
-        require(self.bits in (8, 16), "sketch.bits", self.bits, "be 8 or 16")
-        _regular_expression("sketch.match", self.match)
-        if not isinstance(self.rank, dict):
-            rule = "be an integer, or integers by regular expression"
-            return _rank("sketch.rank", self.rank, rule)
-        for pattern, rank in self.rank.items():
-            _regular_expression("sketch.rank", pattern)
-            _rank(f"sketch.rank.{pattern}", rank, "be an integer")
-        rule, remedy = "hold a regular expression", "a number serves all projections"
-        require(self.rank != {}, "sketch.rank", self.rank, rule, remedy)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """RowAdam on the sketches: its step before the KL budget scales it."""
-
-    learning_rate: float = 1e-4
-    """Proposed step size; with a KL budget only the ratio to `kl.alpha_max` matters."""
-    b2: float = 0.95
-    """Decay of the second moment, one number per row."""
-    eps: float = 1e-12
-    """Added to the root; tiny, because squared rows of a sketch are tiny."""
-    clip_norm: float | None = 1.0
-    """Largest global norm of the sketches; null leaves them alone."""
-
-    def __post_init__(self) -> None:
-        """Check values."""
-        _positive("optimizer.learning_rate", self.learning_rate, "1e-4 is usual")
-        require(0 <= self.b2 < 1, "optimizer.b2", self.b2, "lie in [0, 1)")
-        _positive("optimizer.eps", self.eps, "1e-12 is usual")
-        if self.clip_norm is not None:
-            _positive("optimizer.clip_norm", self.clip_norm, "use null for no clipping")
-
-
-BUDGETS = ("cosine", "constant", "none")  # `kl.budget` apart from optax schedules
-
-
-@dataclass(frozen=True, kw_only=True)
-class KLConfig:
-    """The predicted KL an update may spend, in nats per token."""
-
-    estimator: Literal["jvp", "difference", "engine"] = "jvp"
-    """How the KL is predicted: by forward-mode differentiation, by probes of a finite
-    size, or by such probes against the engine's log-probs, less their mismatch. The
-    last sees sampled tokens only and scatters more: give it a larger `share`."""
-    share: float = 0.125
-    """Share of the batch's responses on which it is predicted; at least one, spread
-    evenly over the batch, and so over prompts."""
-    budget: str = "cosine"
-    """`cosine` falls from `start` to `end` over the run, `constant` stays at `start`,
-    `none` takes the optimizer's step as it is; or the name of an optax schedule, such
-    as `exponential_decay`, with its arguments in `schedule`."""
-    start: float = 1e-2
-    """Budget of the first update, nats per token; `cosine` and `constant` only."""
-    end: float = 1e-3
-    """Budget of the last update, nats per token; `cosine` only."""
-    schedule: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the optax schedule; values in nats per token, steps in updates."""
-    alpha_max: float = 100.0
-    """Largest factor by which a proposed step may be scaled."""
-
-    def __post_init__(self) -> None:
-        """Check values."""
-        require(
-            0 < self.share <= 1,
-            "kl.share",
-            self.share,
-            "lie in (0, 1]",
-            "0.125 is usual",
-        )
-        _positive("kl.start", self.start, "1e-3 to 2e-2 nats per token is usual")
-        _positive("kl.end", self.end, "1e-3 nats per token is usual")
-        _positive("kl.alpha_max", self.alpha_max)
-        if self.budget not in BUDGETS:
-            # Only here: optax brings JAX, and a config should load without it.
-            from logra_jax.training.budget import check_schedule
-
-            check_schedule(self)
-        else:
-            require(
-                not self.schedule,
-                "kl.schedule",
-                self.schedule,
-                f"be empty when `kl.budget` is {self.budget}",
-                "it is for optax schedules, such as kl.budget=exponential_decay",
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
 class TaskConfig:
     """Questions from reasoning-gym, split into training and held-out ones."""
 
@@ -211,7 +69,7 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         """Check values."""
-        _at_least("task.size", self.size, 2, "both splits need a question")
+        at_least("task.size", self.size, 2, "both splits need a question")
         require(
             0 < self.held_out < 1,
             "task.held_out",
@@ -219,7 +77,7 @@ class TaskConfig:
             "lie strictly between 0 and 1",
             "0.3 is usual",
         )
-        _seed("task.seed", self.seed)
+        seed_in_range("task.seed", self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,16 +95,17 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         """Check values."""
-        _at_least("reward.workers", self.workers, 1)
-        _positive("reward.timeout", self.timeout, "5 seconds is usual")
+        at_least("reward.workers", self.workers, 1)
+        positive("reward.timeout", self.timeout, "5 seconds is usual")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """How responses are sampled."""
 
-    engine: Literal["local"] = "local"
-    """`local` samples in this process, from the trainer's own weights."""
+    engine: Literal["local", "sglang"] = "local"
+    """`local` samples in this process, from the trainer's own weights; `sglang` on the
+    servers at `urls`, which receive every update."""
     temperature: float = 1.0
     """Sampling temperature, also of the log-probs that training uses."""
     top_p: float = 1.0
@@ -257,10 +116,42 @@ class RolloutConfig:
     """Response length at which a response is cut, tokens."""
     prompt_bucket: int = 8
     """Prompt lengths are rounded up to a multiple of this, tokens."""
+    urls: list[str] = field(default_factory=list)
+    """Base URLs of the SGLang servers, such as `[http://127.0.0.1:30000]`."""
+    router: str | None = None
+    """URL of an SGLang router in front of them, that requests go through; updates go to
+    `urls` all the same."""
+    api_key_env: str = "SGLANG_API_KEY"
+    """Environment variable that holds the servers' API key; unset is no key."""
+    pause: Literal["retract", "in_place", "abort"] = "retract"
+    """What an update does to requests that are running: start them again from their
+    prompts, go on with them under the new weights, or end them."""
+    staleness: int = 0
+    """Updates that a batch's weights may be behind; 0 samples after each update, 1 and
+    more sample the next batches while this one is trained on."""
+    request_deadline: float = 600.0
+    """Seconds after which a request is asked of another server."""
+    batch_deadline: float = 3600.0
+    """Seconds after which a batch of requests is given up."""
+    concurrency: int = 256
+    """Requests under way at once."""
+    push_deadline: float = 600.0
+    """Seconds for one update, or all weights, to reach one server."""
+    patience: float = 600.0
+    """Seconds to wait for a server to come back when none is left."""
+    keep_updates: int = 64
+    """Newest updates kept for servers that missed some; one that missed more is sent
+    all weights."""
+    load_weights: bool = False
+    """At the start, load the trainer's weights into servers that hold others; otherwise
+    such a server is an error, but for a run that is resumed."""
+    share_dir: str | None = None
+    """Directory that trainer and servers share, for sending all weights; null is the
+    run directory."""
 
     def __post_init__(self) -> None:
         """Check values."""
-        _positive("rollout.temperature", self.temperature, "1.0 is usual")
+        positive("rollout.temperature", self.temperature, "1.0 is usual")
         require(
             0 < self.top_p <= 1,
             "rollout.top_p",
@@ -268,46 +159,53 @@ class RolloutConfig:
             "lie in (0, 1]",
             "1.0 turns it off",
         )
-        _at_least("rollout.top_k", self.top_k, 0, "0 turns it off")
-        _at_least("rollout.max_new_tokens", self.max_new_tokens, 1)
-        _at_least("rollout.prompt_bucket", self.prompt_bucket, 1, "1 pads nothing")
+        at_least("rollout.top_k", self.top_k, 0, "0 turns it off")
+        at_least("rollout.max_new_tokens", self.max_new_tokens, 1)
+        at_least("rollout.prompt_bucket", self.prompt_bucket, 1, "1 pads nothing")
+        self._check_servers()
 
-
-@dataclass(frozen=True, kw_only=True)
-class RLConfig:
-    """Advantages and the clipped policy loss."""
-
-    advantage: Literal["running_mean", "grpo"] = "running_mean"
-    """`running_mean`: reward minus its running mean over the run;
-    `grpo`: reward normalised within the responses to one prompt."""
-    responses_per_prompt: int = 1
-    """Responses sampled for each prompt."""
-    baseline_decay: float = 0.8
-    """Decay of the running mean, per update."""
-    clip_low: float = 0.2
-    """The probability ratio is clipped below at 1 - clip_low."""
-    clip_high: float = 0.2
-    """The probability ratio is clipped above at 1 + clip_high."""
-
-    def __post_init__(self) -> None:
-        """Check values."""
-        name, n = "rl.responses_per_prompt", self.responses_per_prompt
-        _at_least(name, n, 1)
+    def _check_servers(self) -> None:
+        if self.engine == "local":
+            rule, remedy = "when `rollout.engine` is local", "set rollout.engine=sglang"
+            require(not self.urls, "rollout.urls", self.urls, f"be [] {rule}", remedy)
+            name = "rollout.router"
+            require(self.router is None, name, self.router, f"be null {rule}", remedy)
+            name = "rollout.staleness"
+            require(self.staleness == 0, name, self.staleness, f"be 0 {rule}", remedy)
+        else:
+            require(
+                self.urls != [],
+                "rollout.urls",
+                self.urls,
+                "name a server when `rollout.engine` is sglang",
+                "`logra serve` starts one and prints its URL",
+            )
+            require(
+                len({url.rstrip("/") for url in self.urls}) == len(self.urls),
+                "rollout.urls",
+                self.urls,
+                "name each server once",
+            )
         require(
-            self.advantage != "grpo" or n >= 2,
-            name,
-            n,
-            "be at least 2 when `rl.advantage` is grpo",
-            "8 is usual, or set rl.advantage=running_mean",
+            self.api_key_env != "",
+            "rollout.api_key_env",
+            self.api_key_env,
+            "name an environment variable",
+            "SGLANG_API_KEY is usual, set or not",
         )
+        at_least("rollout.staleness", self.staleness, 0, "0 waits for each update")
+        positive("rollout.request_deadline", self.request_deadline, "600 s is usual")
+        positive("rollout.batch_deadline", self.batch_deadline, "3600 s is usual")
+        positive("rollout.push_deadline", self.push_deadline, "600 s is usual")
+        positive("rollout.patience", self.patience, "600 s is usual")
         require(
-            0 <= self.baseline_decay < 1,
-            "rl.baseline_decay",
-            self.baseline_decay,
-            "lie in [0, 1)",
+            self.batch_deadline >= self.request_deadline,
+            "rollout.batch_deadline",
+            self.batch_deadline,
+            f"be at least `rollout.request_deadline` ({self.request_deadline})",
         )
-        require(0 < self.clip_low < 1, "rl.clip_low", self.clip_low, "lie in (0, 1)")
-        _positive("rl.clip_high", self.clip_high, "0.2 is usual")
+        at_least("rollout.concurrency", self.concurrency, 1, "256 is usual")
+        at_least("rollout.keep_updates", self.keep_updates, 1, "64 is usual")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,9 +232,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Check values."""
         for name in ("steps", "batch", "microbatch", "eval_every"):
-            _at_least(f"train.{name}", getattr(self, name), 1)
+            at_least(f"train.{name}", getattr(self, name), 1)
         for name in ("checkpoint_every", "keep_checkpoints"):
-            _at_least(f"train.{name}", getattr(self, name), 1)
+            at_least(f"train.{name}", getattr(self, name), 1)
         require(
             self.batch % self.microbatch == 0,
             "train.microbatch",
@@ -365,52 +263,8 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         """Check values."""
-        _at_least("eval.samples", self.samples, 1)
-        _at_least("eval.batch", self.batch, 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MonitorConfig:
-    """A look at real gradients now and then, and when a metric raises an alarm."""
-
-    every: int = 0
-    """Updates between measurements of how well the sketches keep gradients; 0 is never;
-    each costs about one dense gradient of `responses`."""
-    responses: int = 8
-    """Responses of the batch whose gradient is measured, spread evenly over it."""
-    min_cos_c: float = 0.25
-    """Alarm below this gain of a layer kind's step at equal KL, of the dense step's."""
-    min_snr: float = 0.5
-    """Alarm below this signal-to-noise ratio in any layer."""
-    kl_ratio_low: float = 0.3
-    """Alarm below this ratio of the realised KL to the predicted one."""
-    kl_ratio_high: float = 3.0
-    """Alarm above this ratio of the realised KL to the predicted one."""
-    landed_low: float = 0.5
-    """Alarm below this part of an update landing on the weights, in its direction."""
-    landed_high: float = 1.5
-    """Alarm above this part."""
-    max_truncated: float = 0.95
-    """Alarm above this share of responses cut at the length limit."""
-    max_failed: float = 0.1
-    """Alarm above this share of responses whose scoring raised, or timed out."""
-
-    def __post_init__(self) -> None:
-        """Check values."""
-        _at_least("monitor.every", self.every, 0, "0 turns it off")
-        _at_least("monitor.responses", self.responses, 1, "8 is usual")
-        for name in ("min_cos_c", "min_snr", "max_truncated", "max_failed"):
-            value = getattr(self, name)
-            require(0 <= value <= 1, f"monitor.{name}", value, "lie in [0, 1]")
-        for name in ("kl_ratio", "landed"):
-            low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
-            require(
-                0 <= low < high,
-                f"monitor.{name}_low",
-                low,
-                f"be at least 0 and below `monitor.{name}_high` ({high})",
-                "0 never raises an alarm",
-            )
+        at_least("eval.samples", self.samples, 1)
+        at_least("eval.batch", self.batch, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -434,6 +288,7 @@ class Config:
     task: TaskConfig = field(default_factory=TaskConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     rl: RLConfig = field(default_factory=RLConfig)
     train: TrainConfig
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -441,7 +296,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Check what concerns more than one stage."""
-        _seed("seed", self.seed)
+        seed_in_range("seed", self.seed)
         batch, n = self.train.batch, self.rl.responses_per_prompt
         require(
             batch % n == 0,
@@ -456,3 +311,21 @@ class Config:
             self.monitor.responses,
             f"be at most `train.batch` ({batch})",
         )
+        require(
+            self.rl.correction_mask is None or self.correction != "none",
+            "rl.correction_mask",
+            self.rl.correction_mask,
+            "be null without a correction",
+            "set rl.correction=token",
+        )
+
+    @property
+    def correction(self) -> Literal["none", "token", "sequence"]:
+        """`rl.correction`, or the engine's default where that is null."""
+        default = "token" if self.rollout.engine == "sglang" else "none"
+        return self.rl.correction or default
+
+
+def _nearest_divisor(n: int, near: int) -> int:
+    """The divisor of `n` closest to `near`."""
+    return min((d for d in range(1, n + 1) if n % d == 0), key=lambda d: abs(d - near))

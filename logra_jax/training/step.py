@@ -21,6 +21,7 @@ from logra_jax.algorithm.predicted_kl import (
 )
 from logra_jax.training.objective import (
     LossOptions,
+    PolicyTerms,
     advantages_of,
     policy_terms,
     response_hidden,
@@ -49,6 +50,9 @@ class StepOptions(NamedTuple):
     baseline_decay: float
     clip_low: float
     clip_high: float
+    correction: str = "none"  # for the engine's mismatch: none, token or sequence
+    correction_cap: float = 2.0
+    correction_mask: tuple[float, float] | None = None  # ratios that count
 
     @property
     def loss(self) -> LossOptions:
@@ -201,33 +205,51 @@ def _accumulate(
         model = nnx.merge(graph, probes, weights)
         terms = policy_terms(model, part, advantages, options.loss)
         value = jnp.sum(terms.loss) / tokens
-        return value, {
-            "loss": value,
-            "clip/share": jnp.sum(terms.is_clipped) / tokens,
-            "mismatch/mean": jnp.sum(jnp.abs(terms.log_ratio)) / tokens,
-            # as logra.sampled_kl, summed over microbatches
-            "mismatch/kl": jnp.sum(exp_excess(terms.log_ratio)) / tokens,
-        }
+        return value, {"loss": value} | _token_metrics(terms, tokens)
 
     def split(a: Array) -> Array:
         return a.reshape(-1, options.microbatch, *a.shape[1:])
 
-    names = "loss", "clip/share", "mismatch/mean", "mismatch/kl"
-    zeros = {name: jnp.float32(0) for name in names}
     parts = rows(batch, split)._replace(prefix=None)
 
     def microbatch(total, inputs):
         part, advantages = inputs
         part = part._replace(prefix=batch.prefix)
-        one = jax.grad(loss, has_aux=True)(probes, part, advantages)
-        return jax.tree.map(jnp.add, total, one), None
+        one, metrics = jax.grad(loss, has_aux=True)(probes, part, advantages)
+        return jax.tree.map(jnp.add, total, one), metrics
 
-    (sketches, metrics), _ = jax.lax.scan(
-        microbatch,
-        (jax.tree.map(jnp.zeros_like, probes), zeros),
-        (parts, split(advantages)),
+    sketches, each = jax.lax.scan(
+        microbatch, jax.tree.map(jnp.zeros_like, probes), (parts, split(advantages))
     )
+    metrics = {
+        name: jnp.max(values) if name == "mismatch/max" else jnp.sum(values)
+        for name, values in each.items()
+    }
     return sketches, metrics
+
+
+def _token_metrics(terms: PolicyTerms, tokens: Array) -> dict[str, Array]:
+    """Means over the batch's ``tokens``, of which ``terms`` are a part, and a maximum.
+
+    Where nothing is corrected there is no ``correction/``. Its shares are of tokens at
+    the level of sequences too.
+    """
+    size = jnp.abs(terms.log_ratio)
+    metrics = {
+        "clip/share": jnp.sum(terms.is_clipped) / tokens,
+        "mismatch/mean": jnp.sum(size) / tokens,
+        "mismatch/max": jnp.max(size),
+        # as logra.sampled_kl, summed over microbatches
+        "mismatch/kl": jnp.sum(exp_excess(terms.log_ratio)) / tokens,
+    }
+    if terms.correction is not None:
+        weights, is_capped, is_masked = terms.correction
+        metrics |= {
+            "correction/mean_weight": jnp.sum(weights) / tokens,
+            "correction/capped": jnp.sum(is_capped) / tokens,
+            "correction/masked": jnp.sum(is_masked) / tokens,
+        }
+    return metrics
 
 
 def _response_hidden(

@@ -3,7 +3,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from logra_jax.rl.losses import ppo_clip
+from logra_jax.rl.losses import (
+    correct_mismatch,
+    corrected_policy_gradient,
+    ppo_clip,
+)
 
 BOUNDS = {"clip_low": 0.2, "clip_high": 0.3}
 
@@ -91,3 +95,147 @@ def test_bfloat16_log_probabilities_give_a_float32_loss():
     mask = jnp.ones((1, 2), bool)
     loss, _ = ppo_clip(logprobs, logprobs, jnp.ones(1, jnp.bfloat16), mask)
     assert loss.dtype == jnp.float32
+
+
+# --- correction of the engine's mismatch
+
+# Trainer's probability over the engine's; 1 where there is no token.
+RATIOS = np.array([[1.5, 0.5, 4.0], [0.25, 1.0, 1.0]])
+MASK = jnp.array([[True, True, True], [True, True, False]])
+LEVELS = pytest.mark.parametrize("level", ["token", "sequence"])
+
+
+def corrected(logprobs, engine, advantages, mask=MASK, **options):
+    """Loss and gradient in the log-probs, and the correction."""
+
+    def total(logprobs):
+        correction = correct_mismatch(logprobs, engine, mask, **options)
+        loss = corrected_policy_gradient(logprobs, advantages, correction)
+        return jnp.sum(loss), (loss, correction)
+
+    slopes, (loss, correction) = jax.grad(total, has_aux=True)(logprobs)
+    return loss, slopes, correction
+
+
+@pytest.mark.parametrize(
+    ("options", "weights", "capped", "masked"),
+    [
+        (
+            {"level": "token", "cap": 2.0},
+            [[1.5, 0.5, 2.0], [0.25, 1.0, 0.0]],
+            [[0, 0, 1], [0, 0, 0]],
+            [[0, 0, 0], [0, 0, 0]],
+        ),
+        (
+            {"level": "token", "cap": 1.2},
+            [[1.2, 0.5, 1.2], [0.25, 1.0, 0.0]],
+            [[1, 0, 1], [0, 0, 0]],
+            [[0, 0, 0], [0, 0, 0]],
+        ),
+        (
+            {"level": "token", "cap": 1.2, "keep": (0.4, 3.0)},
+            [[1.2, 0.5, 0.0], [0.0, 1.0, 0.0]],
+            [[1, 0, 0], [0, 0, 0]],
+            [[0, 0, 1], [1, 0, 0]],
+        ),
+        (
+            {"level": "sequence", "cap": 4.0},  # 1.5 * 0.5 * 4 = 3, and 0.25
+            [[3.0, 3.0, 3.0], [0.25, 0.25, 0.0]],
+            [[0, 0, 0], [0, 0, 0]],
+            [[0, 0, 0], [0, 0, 0]],
+        ),
+        (
+            {"level": "sequence", "cap": 2.0},
+            [[2.0, 2.0, 2.0], [0.25, 0.25, 0.0]],
+            [[1, 1, 1], [0, 0, 0]],
+            [[0, 0, 0], [0, 0, 0]],
+        ),
+        (
+            {"level": "sequence", "cap": 4.0, "keep": (0.5, 5.0)},
+            [[3.0, 3.0, 3.0], [0.0, 0.0, 0.0]],
+            [[0, 0, 0], [0, 0, 0]],
+            [[0, 0, 0], [1, 1, 0]],
+        ),
+    ],
+)
+def test_correction_by_hand(options, weights, capped, masked):
+    logprobs = jnp.array([[-1.0, -2.0, -0.5], [-0.1, -3.0, 0.0]])
+    engine = logprobs - jnp.log(RATIOS)
+    advantages = jnp.array([2.0, -1.0])
+    loss, slopes, correction = corrected(logprobs, engine, advantages, **options)
+    np.testing.assert_allclose(correction.weights, weights, rtol=1e-6)
+    np.testing.assert_array_equal(correction.is_capped, capped)
+    np.testing.assert_array_equal(correction.is_masked, masked)
+    # Nothing is differentiated through the weight: both are -w A.
+    expected = -np.array(weights) * advantages[:, None]
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    np.testing.assert_allclose(slopes, expected, rtol=1e-6)
+
+
+@LEVELS
+@pytest.mark.parametrize("keep", [None, (0.5, 5.0), (1.0, 1.0)])
+def test_an_engine_without_mismatch_gives_the_gradient_of_no_correction(level, keep):
+    logprobs = jnp.array([[-1.0, -2.0, -0.5], [-0.1, -3.0, 0.0]])
+    advantages = jnp.array([2.0, -1.0])
+    loss, slopes, correction = corrected(
+        logprobs, logprobs, advantages, level=level, cap=1.0, keep=keep
+    )
+
+    def plain(logprobs_now):
+        return jnp.sum(ppo_clip(logprobs_now, logprobs, advantages, MASK)[0])
+
+    value, expected = jax.value_and_grad(plain)(logprobs)
+    np.testing.assert_array_equal(slopes, expected)
+    assert jnp.sum(loss) == value
+    assert not jnp.any(correction.is_capped | correction.is_masked)
+
+
+@LEVELS
+@pytest.mark.parametrize("keep", [None, (0.5, 5.0)])
+@pytest.mark.parametrize(
+    "difference",
+    [[100.0] * 3, [-100.0] * 3, [1e4, -1e4, 0.0], [np.inf, -1e4, 3e38], [3e38] * 3],
+)
+def test_extreme_mismatch_stays_finite(level, keep, difference):
+    logprobs = jnp.full((2, 3), -1.0)
+    engine = logprobs - jnp.array([difference] * 2)
+    advantages = jnp.array([2.0, -1.0])
+    found = corrected(logprobs, engine, advantages, level=level, keep=keep)
+    for array in jax.tree.leaves(found):
+        assert np.isfinite(array).all()
+    assert jnp.max(found[2].weights) <= 2.0
+
+
+@LEVELS
+@pytest.mark.parametrize("padding", [np.nan, np.inf, -np.inf, 1e30])
+def test_padding_has_no_say_in_the_correction(level, padding):
+    logprobs = jnp.array([[-1.0, -2.0, -0.5], [-0.1, -3.0, 0.0]])
+    engine = logprobs - jnp.log(RATIOS)
+    advantages = jnp.array([2.0, -1.0])
+    options = {"level": level, "keep": (0.5, 5.0)}
+    expected = corrected(logprobs, engine, advantages, **options)
+    dirty, dirty_engine = (jnp.where(MASK, a, padding) for a in (logprobs, engine))
+    for ours, theirs in ((dirty, engine), (logprobs, dirty_engine), (dirty,) * 2):
+        found = corrected(ours, theirs, advantages, **options)
+        if ours is not theirs:
+            for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+                np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(np.asarray(found[1])[1, 2], 0.0)
+
+
+@LEVELS
+@pytest.mark.parametrize("keep", [None, (0.5, 5.0)])
+def test_an_engine_that_reports_no_number_is_seen_in_the_gradient(level, keep):
+    logprobs = jnp.full((2, 3), -1.0)
+    engine = logprobs.at[0, 1].set(jnp.nan)
+    _, slopes, _ = corrected(logprobs, engine, jnp.ones(2), level=level, keep=keep)
+    assert jnp.isnan(slopes[0, 1])
+    assert jnp.isfinite(slopes[1]).all()
+
+
+def test_correction_is_float32_and_its_level_known():
+    logprobs = jnp.full((2, 3), -1.0, jnp.bfloat16)
+    correction = correct_mismatch(logprobs, logprobs, MASK)
+    assert correction.weights.dtype == jnp.float32
+    with pytest.raises(ValueError, match=r"`level` must be 'token' or 'sequence', got"):
+        correct_mismatch(logprobs, logprobs, MASK, level="word")

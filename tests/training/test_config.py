@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logra_jax.algorithm.predicted_kl import PredictedKLState
-from logra_jax.training.assemble import build_controller
+from logra_jax.training.assemble import build_controller, loss_options_of
+from logra_jax.training.checkpoint import check_resumable
 from logra_jax.training.config import (
     Config,
     ModelConfig,
@@ -125,6 +126,37 @@ def test_yaml_round_trip_is_exact(tmp_path_factory, steps, eps, clip, prompt):
             "kl.estimator=fd",
             "`kl.estimator` must be one of jvp, difference, engine, got 'fd'.",
         ),
+        (
+            "rl.correction=tokens",
+            "`rl.correction` must be one of none, token, sequence or null, got "
+            "'tokens'.",
+        ),
+        (
+            "rl.correction_mask=2",
+            "`rl.correction_mask` must be a list of numbers or null, got 2.",
+        ),
+        (
+            "rl.correction_mask=[low, 2]",
+            "`rl.correction_mask` must be a list of numbers or null, got ['low', 2].",
+        ),
+        (
+            "rollout.engine=vllm",
+            "`rollout.engine` must be one of local, sglang, got 'vllm'.",
+        ),
+        (
+            "rollout.urls=http://127.0.0.1:30000",
+            "`rollout.urls` must be a list of texts, got 'http://127.0.0.1:30000'.",
+        ),
+        ("rollout.urls=[3]", "`rollout.urls` must be a list of texts, got [3]."),
+        ("rollout.urls=null", "`rollout.urls` must be a list of texts, got null."),
+        (
+            "model.activations=fp8",
+            "`model.activations` must be one of bfloat16, float32 or null, got 'fp8'.",
+        ),
+        (
+            "rollout.pause=hold",
+            "`rollout.pause` must be one of retract, in_place, abort, got 'hold'.",
+        ),
         ("kl.schedule=3", "`kl.schedule` must be a mapping, got 3."),
         ("optimizer.clip_norm=x", "`optimizer.clip_norm` must be a number or null, "),
         ("task.options=3", "`task.options` must be a mapping, got 3."),
@@ -174,6 +206,26 @@ def test_an_override_that_does_not_fit_is_one_sentence(load, override, message):
         ("rl.baseline_decay=1", "lie in [0, 1)"),
         ("rl.clip_low=1", "lie in (0, 1)"),
         ("rl.clip_high=0", "be positive and finite"),
+        ("rl.correction_cap=0.5", "be at least 1 and finite"),
+        ("rl.correction_cap=.inf", "be at least 1 and finite"),
+        ("rl.correction_mask=[]", "be [low, high] with 0 <= low <= 1 <= high"),
+        ("rl.correction_mask=[2, 0.5]", "be [low, high] with 0 <= low <= 1 <= high"),
+        ("rl.correction_mask=[2, 5]", "be [low, high] with 0 <= low <= 1 <= high"),
+        ("rl.correction_mask=[0, 1, 2]", "be [low, high] with 0 <= low <= 1 <= high"),
+        ("rl.correction_mask=[0, .nan]", "be [low, high] with 0 <= low <= 1 <= high"),
+        ("rl.correction_mask=[0.5, 5]", "be null without a correction"),
+        ("rollout.urls=[http://a]", "be [] when `rollout.engine` is local"),
+        ("rollout.router=http://a", "be null when `rollout.engine` is local"),
+        ("rollout.staleness=1", "be 0 when `rollout.engine` is local"),
+        ("rollout.api_key_env=''", "name an environment variable"),
+        ("rollout.request_deadline=0", "be positive and finite"),
+        ("rollout.batch_deadline=.inf", "be positive and finite"),
+        (
+            "rollout.batch_deadline=60",
+            "be at least `rollout.request_deadline` (600.0), got 60.0.",
+        ),
+        ("rollout.concurrency=0", "be at least 1"),
+        ("rollout.keep_updates=0", "be at least 1"),
         ("train.steps=0", "be at least 1"),
         ("train.microbatch=24", "divide `train.batch` (64), got 24; 16 does"),
         ("train.eval_every=0", "be at least 1"),
@@ -195,6 +247,59 @@ def test_grpo_needs_a_group(load):
         "`rl.responses_per_prompt` must be at least 2 when `rl.advantage` is grpo, got"
     )
     assert load("rl.advantage=grpo", "rl.responses_per_prompt=8")
+
+
+SGLANG = ("rollout.engine=sglang", "rollout.urls=[http://127.0.0.1:30000,https://b]")
+
+
+def test_the_correction_is_by_token_for_servers_and_none_for_the_local_engine(load):
+    assert load().correction == "none"
+    assert load("rl.correction=sequence").correction == "sequence"
+    config = load(*SGLANG)
+    assert config.rollout.urls == ["http://127.0.0.1:30000", "https://b"]
+    assert config.correction == "token"
+    assert load(*SGLANG, "rl.correction=none").correction == "none"
+    options = loss_options_of(load(*SGLANG, "rl.correction_mask=[0.5, 5]"))
+    assert options.correction_mask == (0.5, 5.0)
+    assert (options.correction, options.correction_cap) == ("token", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["rollout.engine=sglang"],
+            "`rollout.urls` must name a server when `rollout.engine` is sglang, got "
+            "[]; `logra serve` starts one and prints its URL.",
+        ),
+        (
+            [*SGLANG, "rollout.urls=[http://a, http://a/]"],
+            "`rollout.urls` must name each server once, got ['http://a', 'http://a/'].",
+        ),
+        ([*SGLANG, "rollout.staleness=-1"], "`rollout.staleness` must be at least 0"),
+        (
+            [*SGLANG, "rl.correction=none", "rl.correction_mask=[0.5, 5]"],
+            "`rl.correction_mask` must be null without a correction, got [0.5, 5.0]; "
+            "set rl.correction=token.",
+        ),
+    ],
+)
+def test_servers_that_do_not_fit_are_one_sentence(load, overrides, message):
+    assert sentence(lambda: load(*overrides)).startswith(message)
+
+
+def test_a_config_of_servers_survives_the_round_trip(load, tmp_path):
+    config = load(*SGLANG, "rollout.router=http://r", "rl.correction_mask=[0.5, 5]")
+    path = tmp_path / "again.yaml"
+    path.write_text(to_yaml(config))
+    assert load_config(path) == config
+
+
+def test_a_resumed_run_may_move_to_other_servers_but_not_change_its_loss(load):
+    config = load(*SGLANG)
+    check_resumable(load(*SGLANG, "rollout.urls=[http://other:1]"), config)
+    with pytest.raises(ValueError, match=r"`rl.correction` must stay None"):
+        check_resumable(load(*SGLANG, "rl.correction=sequence"), config)
 
 
 def test_activations_narrower_than_the_weights_are_refused(load):

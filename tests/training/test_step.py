@@ -193,14 +193,22 @@ def test_difference_and_jvp_agree_within_two_percent_at_any_scale(real):
 
 
 @functools.cache
+def sketched_tiny(tiny_model_dir: Path) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+    """The tiny model, sketched and split."""
+    model = load_decoder(tiny_model_dir, dtype=jnp.float32)
+    sketched = logra.sketch(model, 4, r"_proj$", BASIS)
+    return nnx.split(sketched, logra.Probe, ...)
+
+
+@functools.cache
 def tiny_step(
     tiny_model_dir: Path, optimizer: Any = None, budget: Any = 1e-3, **options: Any
 ):
     """A step on the tiny model, compiled once for all tests that ask for the same."""
-    model = load_decoder(tiny_model_dir, dtype=jnp.float32)
-    sketched = logra.sketch(model, 4, r"_proj$", BASIS)
-    graph, probes, weights = nnx.split(sketched, logra.Probe, ...)
-    plain, _, _ = nnx.split(logra.perturbed(sketched), logra.Probe, ...)
+    graph, probes, weights = sketched_tiny(tiny_model_dir)
+    plain, _, _ = nnx.split(
+        logra.perturbed(nnx.merge(graph, probes, weights)), logra.Probe, ...
+    )
     optimizer = optimizer or optax.chain(
         logra.scale_by_row_adam(), optax.scale_by_learning_rate(1e-4)
     )
@@ -247,9 +255,17 @@ def test_the_step_compiles_once_and_donates_its_weights(tiny_model_dir: Path):
     assert int(state.step) == 3
 
 
-@pytest.mark.parametrize("estimator", ["jvp", "difference", "engine"])
-def test_padding_has_no_say_in_the_update(tiny_model_dir: Path, estimator: str):
-    step, state, batch = tiny_step(tiny_model_dir, PROPOSE, kl_estimator=estimator)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kl_estimator": "jvp"},
+        {"kl_estimator": "difference"},
+        {"kl_estimator": "engine"},
+        {"kl_estimator": "engine", "correction": "sequence"},
+    ],
+)
+def test_padding_has_no_say_in_the_update(tiny_model_dir: Path, options: dict):
+    step, state, batch = tiny_step(tiny_model_dir, PROPOSE, **options)
     batch = batch._replace(logprobs=trainer_of(tiny_model_dir)[1])
     other = batch._replace(
         completions=jnp.where(batch.mask, batch.completions, 17),
@@ -274,7 +290,10 @@ PROPOSE = optax.stateless(lambda updates, params: fixed_proposal(updates))
 
 @functools.cache
 def trainer_of(tiny_model_dir: Path):
-    """q of the fixed proposal on every other response; log-probs and their rates."""
+    """q of the fixed proposal on every other response.
+
+    And the log-probs, with their first and second derivative along the proposal.
+    """
     batch = batch_of(ChatTokenizer.load(tiny_model_dir))
     model = load_decoder(tiny_model_dir, dtype=jnp.float32)
     plain = logra.perturbed(logra.sketch(model, 4, r"_proj$", BASIS))
@@ -293,7 +312,11 @@ def trainer_of(tiny_model_dir: Path):
     def measure(proposal):
         half = batch.mask.at[1::2].set(False).reshape(-1)
         q, _ = logra.predict_kl(hidden, head, probes, proposal, half)
-        return q, *jax.jvp(logprobs, (probes,), (proposal,))
+
+        def rates(p):
+            return jax.jvp(logprobs, (p,), (proposal,))[1]
+
+        return q, logprobs(probes), *jax.jvp(rates, (probes,), (proposal,))
 
     return measure(fixed_proposal(probes))
 
@@ -303,7 +326,7 @@ def test_each_estimator_measures_the_proposal_on_its_share(
     tiny_model_dir: Path, estimator: str
 ):
     step, state, batch = tiny_step(tiny_model_dir, PROPOSE, kl_estimator=estimator)
-    q, logprobs, rates = trainer_of(tiny_model_dir)
+    q, logprobs, rates, _ = trainer_of(tiny_model_dir)
     if estimator == "engine":  # half the squared score of each sampled token
         q = 0.5 * jnp.mean(jnp.square(rates[::2])[batch.mask[::2]])
     # an engine without mismatch, but for padding
@@ -348,7 +371,7 @@ def test_realised_over_predicted_kl_tends_to_one_with_the_budget(tiny_model_dir:
 
 def test_mismatch_is_the_sampled_kl_of_the_engine_to_the_trainer(tiny_model_dir: Path):
     step, state, batch = tiny_step(tiny_model_dir)
-    _, logprobs, _ = trainer_of(tiny_model_dir)
+    logprobs = trainer_of(tiny_model_dir)[1]
     noise = 0.3 * jax.random.normal(jax.random.key(0), batch.mask.shape)
     batch = batch._replace(logprobs=logprobs + noise)
     _, metrics = run(step, state, batch)
@@ -356,6 +379,91 @@ def test_mismatch_is_the_sampled_kl_of_the_engine_to_the_trainer(tiny_model_dir:
     assert float(metrics["mismatch/kl"]) == pytest.approx(float(expected), rel=1e-3)
     mean = jnp.mean(jnp.abs(noise)[batch.mask])
     assert float(metrics["mismatch/mean"]) == pytest.approx(float(mean), rel=1e-3)
+    largest = jnp.max(jnp.abs(noise)[batch.mask])  # of all microbatches
+    assert float(metrics["mismatch/max"]) == pytest.approx(float(largest), rel=1e-3)
+    assert not [name for name in metrics if name.startswith("correction/")]
+
+
+def test_the_engine_estimate_is_fed_the_log_probs_of_an_engine_that_differs(
+    tiny_model_dir: Path,
+):
+    step, state, batch = tiny_step(tiny_model_dir, PROPOSE, kl_estimator="engine")
+    _, logprobs, rates, curvatures = trainer_of(tiny_model_dir)
+    log_r = 0.3 * jax.random.normal(jax.random.key(0), batch.mask.shape)
+    engine = jnp.where(batch.mask, logprobs - log_r, -jnp.inf)
+    _, metrics = run(step, state, batch._replace(logprobs=engine))
+    # The second difference of r - 1 - log r, with what a mismatch adds.
+    r = jnp.exp(log_r)
+    terms = 0.5 * r * jnp.square(rates) + 0.5 * (r - 1) * curvatures
+    expected = jnp.mean(terms[::2][batch.mask[::2]])
+    blind = 0.5 * jnp.mean(jnp.square(rates[::2])[batch.mask[::2]])
+    assert abs(float(blind / expected) - 1) > 0.02
+    assert float(metrics["kl/q"]) == pytest.approx(float(expected), rel=2e-3)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_correction_weighs_the_whole_batch_alike_in_any_microbatches(
+    tiny_model_dir: Path, level: str
+):
+    batch = tiny_step(tiny_model_dir)[2]
+    logprobs = trainer_of(tiny_model_dir)[1]
+    if level == "token":
+        log_r = 0.7 * jax.random.normal(jax.random.key(0), batch.mask.shape)
+    else:
+        totals = jnp.array([0.6, 0.1, -0.2, -2.0])[:, None]
+        lengths = jnp.sum(batch.mask, axis=1, keepdims=True)
+        log_r = jnp.broadcast_to(totals / lengths, batch.mask.shape)
+    batch = batch._replace(logprobs=logprobs - log_r)
+    advantages = jnp.array([0.5, 1.0, 0.75, 0.25])
+    graph, probes, weights = sketched_tiny(tiny_model_dir)
+    options = OPTIONS._replace(
+        correction=level, correction_cap=1.5, correction_mask=(0.5, 4.0)
+    )
+    one, by_row = (
+        _accumulate(
+            graph, probes, weights, batch, advantages, options._replace(microbatch=n)
+        )
+        for n in (4, 1)
+    )
+    ratio = np.where(batch.mask, log_r, 0.0)
+    if level == "sequence":
+        ratio = np.broadcast_to(ratio.sum(-1, keepdims=True), ratio.shape)
+    ratio = np.exp(ratio)[np.asarray(batch.mask)]
+    kept = (ratio >= 0.5) & (ratio <= 4.0)
+    capped = kept & (ratio > 1.5)
+    assert 0 < capped.mean() < kept.mean() < 1
+    expected = {
+        "correction/mean_weight": np.mean(np.minimum(ratio, 1.5) * kept),
+        "correction/capped": capped.mean(),
+        "correction/masked": 1 - kept.mean(),
+        "clip/share": 0.0,
+    }
+    for metrics in (one[1], by_row[1]):
+        for name, value in expected.items():
+            assert float(metrics[name]) == pytest.approx(value, rel=1e-4), name
+    for name, value in one[1].items():
+        assert float(by_row[1][name]) == pytest.approx(float(value), rel=1e-4), name
+    for a, b in zip(*map(jax.tree.leaves, (one[0], by_row[0])), strict=True):
+        np.testing.assert_allclose(
+            a, b, rtol=1e-3, atol=1e-5 * float(jnp.max(jnp.abs(a)))
+        )
+
+
+def test_correction_of_an_engine_without_mismatch_changes_no_sketch(
+    tiny_model_dir: Path,
+):
+    batch = tiny_step(tiny_model_dir)[2]
+    batch = batch._replace(logprobs=trainer_of(tiny_model_dir)[1])
+    advantages = jnp.array([0.5, -1.0, -0.5, 0.25])
+    parts = sketched_tiny(tiny_model_dir)
+    plain, token = (
+        _accumulate(*parts, batch, advantages, OPTIONS._replace(correction=level))[0]
+        for level in ("none", "token")
+    )
+    for a, b in zip(*map(jax.tree.leaves, (plain, token)), strict=True):
+        np.testing.assert_allclose(
+            a, b, rtol=1e-4, atol=1e-5 * float(jnp.max(jnp.abs(a)))
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,234 @@
+"""Config sections of an update: how it is made, bounded and watched.
+
+Sketch, optimizer, KL budget, policy loss and monitor; the rest is in `schema`.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from logra_jax.training.checks import at_least, positive, regular_expression, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class SketchConfig:
+    """Which projections are trained, and through how wide a sketch."""
+
+    rank: Any = 64
+    """Columns of each sketch (r): a number, or numbers by regular expression, such as
+    `{mlp: 32, attn: 16}`; the first that a projection's name contains is its own."""
+    match: str = r"(q|k|v|o|gate|up|down)_proj"
+    """Regular expression that a trained projection's name contains."""
+    basis: Literal["rademacher", "gaussian"] = "rademacher"
+    """Entries of the random basis: signs, or normal ones on an 8-bit grid."""
+    refresh: bool = True
+    """Draw a new basis at every update; otherwise one basis serves the whole run."""
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """How an update lands on bf16 weights; `nearest` loses most of a small one."""
+    bits: int = 16
+    """Of the integers that an update is merged and sent as: 16 or 8."""
+
+    def __post_init__(self) -> None:
+        """Check values."""
+        require(self.bits in (8, 16), "sketch.bits", self.bits, "be 8 or 16")
+        regular_expression("sketch.match", self.match)
+        if not isinstance(self.rank, dict):
+            rule = "be an integer, or integers by regular expression"
+            return _rank("sketch.rank", self.rank, rule)
+        for pattern, rank in self.rank.items():
+            regular_expression("sketch.rank", pattern)
+            _rank(f"sketch.rank.{pattern}", rank, "be an integer")
+        rule, remedy = "hold a regular expression", "a number serves all projections"
+        require(self.rank != {}, "sketch.rank", self.rank, rule, remedy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """RowAdam on the sketches: its step before the KL budget scales it."""
+
+    learning_rate: float = 1e-4
+    """Proposed step size; with a KL budget only the ratio to `kl.alpha_max` matters."""
+    b2: float = 0.95
+    """Decay of the second moment, one number per row."""
+    eps: float = 1e-12
+    """Added to the root; tiny, because squared rows of a sketch are tiny."""
+    clip_norm: float | None = 1.0
+    """Largest global norm of the sketches; null leaves them alone."""
+
+    def __post_init__(self) -> None:
+        """Check values."""
+        positive("optimizer.learning_rate", self.learning_rate, "1e-4 is usual")
+        require(0 <= self.b2 < 1, "optimizer.b2", self.b2, "lie in [0, 1)")
+        positive("optimizer.eps", self.eps, "1e-12 is usual")
+        if self.clip_norm is not None:
+            positive("optimizer.clip_norm", self.clip_norm, "use null for no clipping")
+
+
+BUDGETS = ("cosine", "constant", "none")  # `kl.budget` apart from optax schedules
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLConfig:
+    """The predicted KL an update may spend, in nats per token."""
+
+    estimator: Literal["jvp", "difference", "engine"] = "jvp"
+    """How the KL is predicted: by forward-mode differentiation, by probes of a finite
+    size, or by such probes against the engine's log-probs, less their mismatch. The
+    last sees sampled tokens only and scatters more: give it a larger `share`."""
+    share: float = 0.125
+    """Share of the batch's responses on which it is predicted; at least one, spread
+    evenly over the batch, and so over prompts."""
+    budget: str = "cosine"
+    """`cosine` falls from `start` to `end` over the run, `constant` stays at `start`,
+    `none` takes the optimizer's step as it is; or the name of an optax schedule, such
+    as `exponential_decay`, with its arguments in `schedule`."""
+    start: float = 1e-2
+    """Budget of the first update, nats per token; `cosine` and `constant` only."""
+    end: float = 1e-3
+    """Budget of the last update, nats per token; `cosine` only."""
+    schedule: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the optax schedule; values in nats per token, steps in updates."""
+    alpha_max: float = 100.0
+    """Largest factor by which a proposed step may be scaled."""
+
+    def __post_init__(self) -> None:
+        """Check values."""
+        require(
+            0 < self.share <= 1,
+            "kl.share",
+            self.share,
+            "lie in (0, 1]",
+            "0.125 is usual",
+        )
+        positive("kl.start", self.start, "1e-3 to 2e-2 nats per token is usual")
+        positive("kl.end", self.end, "1e-3 nats per token is usual")
+        positive("kl.alpha_max", self.alpha_max)
+        if self.budget not in BUDGETS:
+            # Only here: optax brings JAX, and a config should load without it.
+            from logra_jax.training.budget import check_schedule
+
+            check_schedule(self)
+        else:
+            require(
+                not self.schedule,
+                "kl.schedule",
+                self.schedule,
+                f"be empty when `kl.budget` is {self.budget}",
+                "it is for optax schedules, such as kl.budget=exponential_decay",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLConfig:
+    """Advantages, the clipped policy loss, and its correction for the engine."""
+
+    advantage: Literal["running_mean", "grpo"] = "running_mean"
+    """`running_mean`: reward minus its running mean over the run;
+    `grpo`: reward normalised within the responses to one prompt."""
+    responses_per_prompt: int = 1
+    """Responses sampled for each prompt."""
+    baseline_decay: float = 0.8
+    """Decay of the running mean, per update."""
+    clip_low: float = 0.2
+    """The probability ratio is clipped below at 1 - clip_low."""
+    clip_high: float = 0.2
+    """The probability ratio is clipped above at 1 + clip_high."""
+    correction: Literal["none", "token", "sequence"] | None = None
+    """Weight by the ratio of the trainer's probability to the engine's, of each token
+    or of whole responses; the clip has then nothing to do. null is `token` for
+    `rollout.engine=sglang`, and `none` for `local`, which samples from the trainer."""
+    correction_cap: float = 2.0
+    """The weight is cut at this: truncated importance sampling."""
+    correction_mask: list[float] | None = None
+    """`[low, high]`: tokens, or responses, whose ratio lies outside have no say in the
+    loss; null keeps all."""
+
+    def __post_init__(self) -> None:
+        """Check values."""
+        name, n = "rl.responses_per_prompt", self.responses_per_prompt
+        at_least(name, n, 1)
+        require(
+            self.advantage != "grpo" or n >= 2,
+            name,
+            n,
+            "be at least 2 when `rl.advantage` is grpo",
+            "8 is usual, or set rl.advantage=running_mean",
+        )
+        require(
+            0 <= self.baseline_decay < 1,
+            "rl.baseline_decay",
+            self.baseline_decay,
+            "lie in [0, 1)",
+        )
+        require(0 < self.clip_low < 1, "rl.clip_low", self.clip_low, "lie in (0, 1)")
+        positive("rl.clip_high", self.clip_high, "0.2 is usual")
+        require(
+            1 <= self.correction_cap < math.inf,
+            "rl.correction_cap",
+            self.correction_cap,
+            "be at least 1 and finite",
+            "2.0 is usual",
+        )
+        if self.correction_mask is not None:
+            match self.correction_mask:
+                case [low, high]:
+                    is_interval = 0 <= low <= 1 <= high < math.inf
+                case _:
+                    is_interval = False
+            require(
+                is_interval,
+                "rl.correction_mask",
+                self.correction_mask,
+                "be [low, high] with 0 <= low <= 1 <= high",
+                "[0.5, 5.0] is usual, null keeps all",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorConfig:
+    """A look at real gradients now and then, and when a metric raises an alarm."""
+
+    every: int = 0
+    """Updates between measurements of how well the sketches keep gradients; 0 is never;
+    each costs about one dense gradient of `responses`."""
+    responses: int = 8
+    """Responses of the batch whose gradient is measured, spread evenly over it."""
+    min_cos_c: float = 0.25
+    """Alarm below this gain of a layer kind's step at equal KL, of the dense step's."""
+    min_snr: float = 0.5
+    """Alarm below this signal-to-noise ratio in any layer."""
+    kl_ratio_low: float = 0.3
+    """Alarm below this ratio of the realised KL to the predicted one."""
+    kl_ratio_high: float = 3.0
+    """Alarm above this ratio of the realised KL to the predicted one."""
+    landed_low: float = 0.5
+    """Alarm below this part of an update landing on the weights, in its direction."""
+    landed_high: float = 1.5
+    """Alarm above this part."""
+    max_truncated: float = 0.95
+    """Alarm above this share of responses cut at the length limit."""
+    max_failed: float = 0.1
+    """Alarm above this share of responses whose scoring raised, or timed out."""
+
+    def __post_init__(self) -> None:
+        """Check values."""
+        at_least("monitor.every", self.every, 0, "0 turns it off")
+        at_least("monitor.responses", self.responses, 1, "8 is usual")
+        for name in ("min_cos_c", "min_snr", "max_truncated", "max_failed"):
+            value = getattr(self, name)
+            require(0 <= value <= 1, f"monitor.{name}", value, "lie in [0, 1]")
+        for name in ("kl_ratio", "landed"):
+            low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
+            require(
+                0 <= low < high,
+                f"monitor.{name}_low",
+                low,
+                f"be at least 0 and below `monitor.{name}_high` ({high})",
+                "0 never raises an alarm",
+            )
+
+
+def _rank(name: str, value: Any, rule: str) -> None:
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    require(is_integer, name, value, rule, "16 to 64 is usual")
+    at_least(name, value, 1, "16 to 64 is usual")
