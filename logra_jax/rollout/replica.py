@@ -1,10 +1,12 @@
 """Weights outside the trainer that follow it, update by update and bit for bit.
 
-numpy arrays or torch tensors; imports neither JAX nor torch by itself.
+numpy arrays or torch tensors, whole or spread over the ranks of a tensor-parallel
+group; imports neither JAX nor torch by itself.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,8 +17,40 @@ from logra_jax.algorithm.replay import replay
 from logra_jax.rollout.wire import Refused, Update, decode
 
 
+class Shard(NamedTuple):
+    """The part of a weight that this process holds.
+
+    Attributes:
+        tensor: the part, (rows, columns) or a vector.
+        shape: of the whole weight, (out, in) or (n,).
+        row: index of the part's first row in the whole; 0 of a vector.
+        column: index of its first column, or of a vector's first entry.
+    """
+
+    tensor: Any
+    shape: tuple[int, ...]
+    row: int = 0
+    column: int = 0
+
+
+# Value of this rank -> values of all ranks, in their order; each rank calls it.
+Gather = Callable[[Any], list[Any]]
+
+
+class _Part(NamedTuple):
+    """What one rank says about its part of a weight."""
+
+    dtype: str
+    shape: tuple[int, ...]  # of the whole
+    place: tuple[int, int, int]  # first row, first column, number of entries
+    word: int
+
+
 class Replica:
     """The weights of a model and their version, moved by updates alone.
+
+    Of a model that is spread over ranks, each rank has a replica of its own, and all of
+    them make the same calls; what one refuses, all refuse.
 
     Example:
         >>> import numpy as np
@@ -29,9 +63,16 @@ class Replica:
 
     version: int
     tensors: Mapping[str, Any]
+    digests: Mapping[str, TensorDigest]  # of the whole weights
     diverged: bool  # the weights are not those of ``version``: only a load helps
 
-    def __init__(self, tensors: Mapping[str, Any], version: int):
+    def __init__(
+        self,
+        tensors: Mapping[str, Any],
+        version: int,
+        gather: Gather = lambda value: [value],
+    ):
+        self._gather = gather
         self.load(tensors, version)
 
     def load(self, tensors: Mapping[str, Any], version: int) -> None:
@@ -40,16 +81,25 @@ class Replica:
         Args:
             tensors: every weight of the model by its Hugging Face name, a tied one
                 once, in (out, in) order: numpy arrays or torch tensors, bfloat16 or
-                float32; uint16 numpy arrays are taken as the bits of bfloat16. They
-                are held, not copied, and updates change them in place.
+                float32; uint16 numpy arrays are taken as the bits of bfloat16. Or each
+                a :class:`Shard` of it, this rank's. They are held, not copied, and
+                updates change them in place.
             version: of these weights.
 
         Raises:
-            ValueError: a tensor of another kind, or one that cannot be written to.
+            Refused: a ValueError; nothing has changed. For the reason ``"failed"``: a
+                tensor of another kind, or one that cannot be written to; ``"shape"``:
+                ranks whose parts do not make up whole weights; ``"digest"``: ranks that
+                hold the same part with other bits.
         """
-        for name, tensor in tensors.items():
-            _check_writable(name, tensor)
-        self._digests = {name: _digest(tensor) for name, tensor in tensors.items()}
+
+        def read() -> dict[str, _Part]:
+            for name, tensor in tensors.items():
+                held = tensor.tensor if isinstance(tensor, Shard) else tensor
+                _check_writable(name, held)
+            return {name: _part(tensor) for name, tensor in tensors.items()}
+
+        self.digests = _whole(together(self._gather, read))
         self.tensors = dict(tensors)
         self.version = version
         self.diverged = False
@@ -57,7 +107,7 @@ class Replica:
     @property
     def digest(self) -> str:
         """Of the model, as of the last load or update."""
-        return model_digest(self._digests)
+        return model_digest(self.digests)
 
     def apply(self, update: bytes | bytearray | memoryview | Update) -> int:
         """Move the weights to the update's version.
@@ -74,28 +124,41 @@ class Replica:
             The new version.
 
         Raises:
-            Refused: nothing has changed; or, for the reason ``"digest"``, the weights
-                have come out otherwise than the trainer's: they have ``diverged``, and
-                every update is refused until the next :meth:`load`.
+            Refused: nothing has changed; or, for the reasons ``"digest"`` and
+                ``"failed"``, the weights have come out otherwise than the trainer's:
+                they have ``diverged``, and every update is refused until the next
+                :meth:`load`.
         """
-        if not isinstance(update, Update):
-            update = decode(update)
-        self._check(update)
+
+        decoded: list[Update] = []
+
+        def check() -> None:
+            read = update if isinstance(update, Update) else decode(update)
+            self._check(read)
+            decoded.append(read)
+
+        together(self._gather, check)
+        (update,) = decoded
         basis = Basis(seed=update.seed, refresh=update.refresh, kind=update.kind)
         self.diverged = True  # until the end: an interruption leaves it so
-        for name, factor in update.factors.items():
-            self._replay(name, factor, update, basis)
+
+        def change() -> dict[str, _Part]:
+            return {
+                name: self._replay(name, factor, update, basis)
+                for name, factor in update.factors.items()
+            }
+
+        changed = _whole(together(self._gather, change))
+        self.digests = {**self.digests, **changed}
         wrong = sorted(
-            name
-            for name, word in update.digests.items()
-            if self._digests[name].word != word
+            name for name, word in update.digests.items() if changed[name].word != word
         )
         if wrong:
             raise Refused(
                 "digest",
                 f"Version {update.version} must have the digest "
                 f"{update.digests[wrong[0]]:08x} in {wrong[0]!r}, got "
-                f"{self._digests[wrong[0]].word:08x}; {len(wrong)} of "
+                f"{changed[wrong[0]].word:08x}; {len(wrong)} of "
                 f"{len(update.digests)} updated matrices differ: load all weights.",
             )
         self.diverged = False
@@ -104,18 +167,22 @@ class Replica:
 
     def _replay(
         self, name: str, factor: np.ndarray, update: Update, basis: Basis
-    ) -> None:
-        weight = self.tensors[name]
-        factor = _beside(weight, factor)
+    ) -> _Part:
+        shard = _shard(self.tensors[name])
+        rows = slice(shard.row, shard.row + shard.tensor.shape[0])
+        factor = _beside(shard.tensor, factor[rows])
         replay(
-            weight,
+            shard.tensor,
             factor[:, :-1],
             factor[:, -1],
             basis.address(name, update.step),
             basis,
             rounding=update.rounding,
+            rows=shard.row,
+            columns=shard.column,
+            width=shard.shape[1],
         )
-        self._digests[name] = _digest(weight)
+        return _part(shard)
 
     def _check(self, update: Update) -> None:
         """Refuse what does not belong on the weights that are held."""
@@ -144,7 +211,7 @@ class Replica:
                 f"The update must apply to weights of the digest {self.digest}, which "
                 f"are held, got one for {update.base_digest}: load all weights.",
             )
-        after = dict(self._digests)
+        after = dict(self.digests)
         for name, factor in update.factors.items():
             if name not in self.tensors:
                 raise Refused(
@@ -164,6 +231,33 @@ class Replica:
                 "`digest` must be that of the model with the `digests` of the update, "
                 f"{model_digest(after)}, got {update.digest}.",
             )
+
+
+def together(gather: Gather, work: Callable[[], Any]) -> list[Any]:
+    """What ``work`` gave on every rank; where it failed on one, it fails on all.
+
+    Raises:
+        Refused: for the reason of the first rank that failed; ``"failed"`` where that
+            was another error than ``Refused``.
+    """
+    result, fault = None, None
+    try:
+        result = work()
+    except Refused as error:
+        fault = error.reason, str(error)
+    except ValueError as error:
+        fault = "failed", str(error)
+    except Exception as error:
+        fault = "failed", f"{type(error).__name__}: {error}"
+    given = gather((result, fault))
+    for _, fault in given:
+        if fault is not None:
+            raise Refused(*fault)
+    return [result for result, _ in given]
+
+
+def _shard(tensor: Any) -> Shard:
+    return tensor if isinstance(tensor, Shard) else Shard(tensor, tuple(tensor.shape))
 
 
 def _check_writable(name: str, tensor: Any) -> None:
@@ -190,8 +284,50 @@ def _dtype(tensor: Any) -> str:
     return "bfloat16" if name == "uint16" else name
 
 
-def _digest(tensor: Any) -> TensorDigest:
-    return TensorDigest(_dtype(tensor), tuple(tensor.shape), digest_array(tensor))
+def _part(tensor: Any) -> _Part:
+    shard = _shard(tensor)
+    word = digest_array(
+        shard.tensor, rows=shard.row, columns=shard.column, width=shard.shape[-1]
+    )
+    place = shard.row, shard.column, math.prod(shard.tensor.shape)
+    return _Part(_dtype(shard.tensor), shard.shape, place, word)
+
+
+def _whole(ranks: list[dict[str, _Part]]) -> dict[str, TensorDigest]:
+    """Digests of whole weights from those of their parts.
+
+    Raises:
+        Refused: ranks that hold the same part hold it with other bits, or parts that do
+            not make up a whole.
+    """
+    digests = {}
+    for name in {name: None for rank in ranks for name in rank}:
+        parts = [rank[name] for rank in ranks if name in rank]
+        first = parts[0]
+        places: dict[tuple[int, int, int], int] = {}
+        for part in parts:
+            if places.setdefault(part.place, part.word) != part.word:
+                raise Refused(
+                    "digest",
+                    f"Ranks must hold the same bits where they hold the same part of "
+                    f"{name!r}, got digests {places[part.place]:08x} and "
+                    f"{part.word:08x}: load all weights.",
+                )
+        alike = {(part.dtype, part.shape) for part in parts}
+        entries = sum(number for _, _, number in places)
+        if (
+            len(parts) < len(ranks)
+            or len(alike) > 1
+            or entries != math.prod(first.shape)
+        ):
+            raise Refused(
+                "shape",
+                f"The parts of {name!r} on {len(ranks)} ranks must make up its shape "
+                f"{first.shape}, got {entries} of {math.prod(first.shape)} entries.",
+            )
+        word = sum(places.values()) % 2**32
+        digests[name] = TensorDigest(first.dtype, first.shape, word)
+    return digests
 
 
 def _beside(weight: Any, factor: np.ndarray) -> Any:

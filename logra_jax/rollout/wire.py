@@ -128,6 +128,7 @@ Reason = Literal[
     "unknown_name",
     "shape",
     "digest",
+    "failed",
 ]
 REASONS: tuple[str, ...] = get_args(Reason)
 
@@ -139,7 +140,8 @@ _DTYPES = {"I16": np.dtype("<i2"), "I8": np.dtype("i1")}
 class Refused(ValueError):  # noqa: N818  an answer, not a fault
     """An update that is not applied; the weights are as they were before.
 
-    But for the reason ``"digest"``: that one shows only after the weights have changed.
+    But for the reasons ``"digest"`` and ``"failed"``, which may show only after weights
+    have changed.
 
     Attributes:
         reason: one of ``REASONS``, for programs; the message is for people.
@@ -147,7 +149,7 @@ class Refused(ValueError):  # noqa: N818  an answer, not a fault
 
     def __init__(self, reason: Reason, message: str):
         super().__init__(reason, message)
-        self.reason = reason
+        self.reason: Reason = reason
 
     def __str__(self) -> str:
         return self.args[1]
