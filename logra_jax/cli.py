@@ -1,4 +1,4 @@
-"""The `logra` command: train, eval, export, fidelity, spectrum, bench.
+"""The `logra` command: train, serve, eval, export, fidelity, spectrum, bench.
 
 This module imports nothing heavy: `--help` is instant, and spawned reward workers,
 which import the main module again, start without JAX.
@@ -17,6 +17,14 @@ examples:
   logra train configs/quickstart.yaml train.steps=2 run_dir=runs/try
   logra train configs/quickstart.yaml sketch.rank=64 kl.budget=constant kl.start=5e-3
   logra train configs/quickstart.yaml resume=runs/quickstart-20260101-120000
+"""
+_SERVE_EXAMPLES = """\
+examples:
+  logra serve configs/quickstart.yaml serve.python=venv-sglang/bin/python
+  logra serve configs/quickstart.yaml serve.tp=2 'serve.args=[--log-level, debug]'
+then, in another terminal:
+  logra train configs/quickstart.yaml rollout.engine=sglang \\
+      'rollout.urls=[http://127.0.0.1:30000]'
 """
 _EVAL_EXAMPLES = """\
 examples:
@@ -37,6 +45,15 @@ examples:
   logra bench rollout configs/quickstart.yaml
   logra bench rollout configs/quickstart.yaml rollout.max_new_tokens=64 --json
   logra bench merge configs/quickstart.yaml
+"""
+_SYNC_EXAMPLES = """\
+The weights of the servers at rollout.urls are changed, and left so. Where there are
+none, a server is started as the section `serve` says, and stopped.
+
+examples:
+  logra bench sync configs/quickstart.yaml serve.python=venv-sglang/bin/python
+  logra bench sync configs/quickstart.yaml --repeat 9 --json \\
+      rollout.engine=sglang 'rollout.urls=[http://127.0.0.1:30000]'
 """
 _FIDELITY_EXAMPLES = """\
 examples:
@@ -103,6 +120,16 @@ def _train(args: argparse.Namespace) -> int:
     return train(config)
 
 
+def _serve(args: argparse.Namespace) -> int:
+    from logra_jax.training.config import load_config
+
+    config = load_config(args.config, args.overrides)
+
+    from logra_jax.training.serve import serve_command
+
+    return serve_command(config, args.config, args.overrides)
+
+
 def _eval(args: argparse.Namespace) -> int:
     from logra_jax.training.evaluate import evaluate_command
 
@@ -141,6 +168,16 @@ def _bench_merge(args: argparse.Namespace) -> int:
     return bench_merge(config, args.tokens, args.json)
 
 
+def _bench_sync(args: argparse.Namespace) -> int:
+    from logra_jax.training.config import load_config
+
+    config = load_config(args.config, args.overrides)
+
+    from logra_jax.study.bench_sync import bench_sync
+
+    return bench_sync(config, args.json, repetitions=args.repeat)
+
+
 def _fidelity(args: argparse.Namespace) -> int:
     from logra_jax.study.fidelity import RANKS, fidelity
 
@@ -175,6 +212,12 @@ def _parser() -> argparse.ArgumentParser:
     train = _command(commands, "train", "train a model", _TRAIN_EXAMPLES)
     train.set_defaults(run=_train)
     _add_config(train)
+
+    serve = _command(
+        commands, "serve", "serve a model with SGLang, for training", _SERVE_EXAMPLES
+    )
+    serve.set_defaults(run=_serve)
+    _add_config(serve)
 
     evaluate = _command(
         commands,
@@ -271,6 +314,19 @@ def _parser() -> argparse.ArgumentParser:
         "--tokens", type=int, default=4096, help="in a step (default: 4096)"
     )
     merge.add_argument("--json", action="store_true", help="print one JSON object")
+
+    sync = _command(
+        benches,
+        "sync",
+        "sending updates to SGLang servers, against sending all weights",
+        _SYNC_EXAMPLES,
+    )
+    sync.set_defaults(run=_bench_sync)
+    _add_config(sync)
+    sync.add_argument(
+        "--repeat", type=int, default=5, metavar="N", help="of each kind (default: 5)"
+    )
+    sync.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 

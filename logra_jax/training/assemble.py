@@ -22,6 +22,7 @@ from logra_jax.models.tokenizer import ChatTokenizer
 from logra_jax.rl.rewards import ReasoningGymReward, RewardPool, Rewards
 from logra_jax.rl.tasks import Question, Task, draw, reasoning_gym_task
 from logra_jax.rollout.local import LocalEngine
+from logra_jax.rollout.sglang import SGLangEngine
 from logra_jax.rollout.types import Completions, Sampling, common_prefix
 from logra_jax.training.budget import build_budget
 from logra_jax.training.monitor import Monitor, build_monitor
@@ -43,7 +44,7 @@ class Policy:
         plain_graph: of its perturbed twin.
         probes: zeros.
         tokenizer: with the chat template.
-        engine: samples token ids.
+        engine: samples token ids, in this process or on servers.
         system_prompt: before each question, or None.
     """
 
@@ -51,7 +52,7 @@ class Policy:
     plain_graph: nnx.GraphDef
     probes: nnx.State
     tokenizer: ChatTokenizer
-    engine: LocalEngine
+    engine: LocalEngine | SGLangEngine
     system_prompt: str | None
 
     def respond(
@@ -62,13 +63,21 @@ class Policy:
         key: Key[Array, ""],
     ) -> tuple[Completions, list[str]]:
         """One completion for each question, as token ids and as text."""
-        prompts = [
+        full = nnx.merge_state(self.probes, weights)
+        prompts = self.encode(questions)
+        completions = self.engine.generate(full, prompts, sampling, key)
+        return completions, self.decode(completions)
+
+    def encode(self, questions: Sequence[Question]) -> list[list[int]]:
+        """The prompts' token ids."""
+        return [
             encode_question(self.tokenizer, q, self.system_prompt) for q in questions
         ]
-        full = nnx.merge_state(self.probes, weights)
-        completions = self.engine.generate(full, prompts, sampling, key)
+
+    def decode(self, completions: Completions) -> list[str]:
+        """The completions as text."""
         ended = zip(completions.tokens, completions.lengths, strict=True)
-        return completions, [self.tokenizer.decode(row[:n]) for row, n in ended]
+        return [self.tokenizer.decode(row[:n]) for row, n in ended]
 
 
 def encode_question(
@@ -219,15 +228,10 @@ def build_training_step(
         basis=basis_of(config),
         rounding=config.sketch.rounding,
         bits=config.sketch.bits,
-        temperature=config.rollout.temperature,
         microbatch=config.train.microbatch,
         kl_estimator=config.kl.estimator,
         kl_share=config.kl.share,
-        advantage=config.rl.advantage,
-        group=config.rl.responses_per_prompt,
-        baseline_decay=config.rl.baseline_decay,
-        clip_low=config.rl.clip_low,
-        clip_high=config.rl.clip_high,
+        **loss_options_of(config)._asdict(),
     )
     return build_step(
         policy.graph, policy.plain_graph, policy.probes, optimizer, controller, options
@@ -235,8 +239,8 @@ def build_training_step(
 
 
 def loss_options_of(config: Config) -> LossOptions:
-    """The policy loss, for measurements beside the training step."""
-    rl = config.rl
+    """The policy loss, of the training step and of measurements beside it."""
+    rl, keep = config.rl, config.rl.correction_mask
     return LossOptions(
         temperature=config.rollout.temperature,
         advantage=rl.advantage,
@@ -244,6 +248,9 @@ def loss_options_of(config: Config) -> LossOptions:
         baseline_decay=rl.baseline_decay,
         clip_low=rl.clip_low,
         clip_high=rl.clip_high,
+        correction=config.correction,
+        correction_cap=rl.correction_cap,
+        correction_mask=None if keep is None else (keep[0], keep[1]),
     )
 
 

@@ -16,6 +16,7 @@ from flax import nnx
 
 from logra_jax.rl.rewards import RewardPool, Rewards
 from logra_jax.rl.tasks import Task
+from logra_jax.rollout.servers import ServerError
 from logra_jax.rollout.types import Completions
 from logra_jax.training.alarms import AlarmLog, find_alarms
 from logra_jax.training.assemble import (
@@ -30,11 +31,10 @@ from logra_jax.training.assemble import (
     load_policy,
     load_task,
     model_directory,
-    sampling_of,
     stream_key,
     to_batch,
-    training_questions,
 )
+from logra_jax.training.batches import Batches, staleness
 from logra_jax.training.checkpoint import (
     CONFIG_FILE,
     Checkpoints,
@@ -48,9 +48,10 @@ from logra_jax.training.export import MODEL_DIRECTORY, export_model
 from logra_jax.training.journal import Journal, has_metrics, read_metrics
 from logra_jax.training.paths import default_run_dir
 from logra_jax.training.plots import write_plots
+from logra_jax.training.remote import Remote
 from logra_jax.training.schema import Config
 from logra_jax.training.state import TrainState, initial_state
-from logra_jax.training.updates import UpdateFiles
+from logra_jax.training.updates import Updates
 
 _GIB = 2**30
 _LINUX_RSS_UNIT = 1024  # ru_maxrss is in KiB on Linux, in bytes on macOS
@@ -132,12 +133,13 @@ class _Run:
         self.policy = policy
         self.rewards = rewards
         self.display = display
-        self.sampling = sampling_of(config)
         self.optimizer = build_optimizer(config)
         self.controller = build_controller(config)
         self.step = build_training_step(config, policy, self.optimizer, self.controller)
         self.monitor = build_training_monitor(config, policy)
-        self.updates: UpdateFiles | None = None
+        self.updates: Updates | None = None
+        self.remote: Remote | None = None
+        self.lost: ServerError | None = None  # why no server can go on
         self.began = time.monotonic()
         self.seconds: dict[str, float] = {}
 
@@ -154,18 +156,21 @@ class _Run:
                 with self._timed("checkpoint", "restoring the checkpoint"):
                     state = checkpoints.restore(state)
             kept = self._kept_step(saved)
-            if train.save_updates:
-                self.updates = self._update_files(state)
             self.alarms = AlarmLog(self.run_dir, resume_step=kept)
             with (
+                self._batches(state) as batches,
                 Journal(self.run_dir, resume_step=kept) as journal,
                 _Interrupt() as interrupt,
             ):
                 if saved is None:
                     self._record(journal, 0, self._evaluate(state))
                 reached = self._reached()
-                while int(state.step) < train.steps and not (interrupt or reached):
-                    state, metrics = self._update(state)
+                while int(state.step) < train.steps and not (
+                    interrupt or reached or self.lost
+                ):
+                    state, metrics = self._update(state, batches)
+                    if metrics is None:
+                        break
                     step = int(state.step)
                     if step % train.eval_every == 0 or step == train.steps:
                         metrics |= self._evaluate(state)
@@ -176,6 +181,11 @@ class _Run:
                             checkpoints.save(state)
                 with self._timed("checkpoint", "checkpoint"):
                     checkpoints.save(state)
+            if self.lost:
+                raise ValueError(
+                    f"{self.lost} The run is saved up to step {int(state.step)}; "
+                    f"continue with resume={self.run_dir}."
+                )
             if interrupt:
                 self.display.note(
                     f"stopped by {interrupt.name} after step {int(state.step)}, all of "
@@ -189,15 +199,43 @@ class _Run:
         self._finish(state)
         return 0
 
-    def _update_files(self, state: TrainState) -> UpdateFiles:
-        return UpdateFiles(
-            self.run_dir,
-            self.policy.graph,
-            self.policy.probes,
-            basis_of(self.config),
-            self.config.sketch.rounding,
-            state.weights,
-        )
+    @contextmanager
+    def _batches(self, state: TrainState) -> Iterator[Batches]:
+        """The source of responses; servers, if any, hold the weights of ``state``."""
+        config = self.config
+        if config.train.save_updates or config.rollout.engine == "sglang":
+            self.updates = Updates(
+                self.run_dir,
+                self.policy.graph,
+                self.policy.probes,
+                basis_of(config),
+                config.sketch.rounding,
+                int(state.step),
+                state.weights,
+                keep=None if config.train.save_updates else config.rollout.keep_updates,
+            )
+        if config.rollout.engine == "sglang":
+            assert self.updates is not None
+            self.remote = Remote(
+                config,
+                self.policy,
+                self.source,
+                self.updates,
+                Path(config.rollout.share_dir or self.run_dir) / "weights",
+                self.display.note,
+            )
+            self.policy = self.remote.policy
+        batches = Batches(config, self.task, self.policy, self.remote)
+        try:
+            if self.remote:
+                with self._timed("sync", "finding the servers"):
+                    load = config.rollout.load_weights or config.resume is not None
+                    self.remote.connect(int(state.step), state.weights, load=load)
+            yield batches
+        finally:
+            batches.cancel()
+            if self.remote:
+                self.remote.close()
 
     def _kept_step(self, saved: int | None) -> int | None:
         """The journal's last step to keep; None for a journal that is not there yet."""
@@ -208,35 +246,45 @@ class _Run:
         # Killed before its first checkpoint: the run begins again, journal and all.
         return -1 if has_metrics(self.run_dir) else None
 
-    def _update(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
-        """Sample, score, step: the next state, and the step's metrics."""
+    def _update(
+        self, state: TrainState, batches: Batches
+    ) -> tuple[TrainState, dict[str, float] | None]:
+        """Sample, score, step: the next state, and the step's metrics.
+
+        None, and the state as it was, where the servers are lost.
+        """
         index = int(state.step)
-        questions = training_questions(self.config, self.task, index)
-        with self._timed("rollout", "rollout"):
-            completions, texts = self.policy.respond(
-                state.weights,
-                questions,
-                self.sampling,
-                stream_key(self.config.seed, "rollout", index),
-            )
+        try:
+            with self._timed("rollout", "rollout"):
+                questions, completions, texts = batches.take(index, state.weights)
+        except ServerError as error:
+            self.lost = error
+            return state, None
+        batches.start_ahead(index)
+        seen = staleness(completions, index)
         with self._timed("reward", "reward"):
             rewards = self.rewards.score(questions, texts)
-        batch, seen = to_batch(completions, rewards), {}
+        batch = to_batch(completions, rewards)
         every = self.config.monitor.every
         if every and (index + 1) % every == 0:
             # Before the update, which the state does not survive.
             with self._timed("monitor", "measuring gradients"):
-                seen = self.monitor(state, batch)
+                seen |= self.monitor(state, batch)
         with self._timed("step", "update"):
             state, metrics, factors = self.step(state, batch)
             metrics = {name: float(value) for name, value in metrics.items()}
         if self.updates:
             with self._timed("save", "writing the update"):
-                self.updates.write(index + 1, factors, state.weights)
+                blob = self.updates.write(index + 1, factors, state.weights)
+            if self.remote:
+                with self._timed("sync", "sending the update"):
+                    seen |= self.remote.push(index + 1, blob, state.weights)
         return state, _rollout_metrics(completions, rewards) | metrics | seen
 
     def _evaluate(self, state: TrainState) -> dict[str, float | int]:
-        with self._timed("eval", "evaluation"):
+        """Held-out accuracy; nothing where the servers are lost."""
+
+        def measure() -> dict[str, float | int]:
             return evaluate(
                 self.policy,
                 state.weights,
@@ -248,11 +296,20 @@ class _Run:
                 max_new_tokens=self.config.rollout.max_new_tokens,
             )
 
+        with self._timed("eval", "evaluation"):
+            if self.remote is None:
+                return measure()
+            try:
+                return self.remote.persist(int(state.step), state.weights, measure)
+            except ServerError as error:
+                self.lost = error
+                return {}
+
     def _reached(self, metrics: dict | None = None) -> bool:
         target = self.config.train.target_accuracy
         if metrics is None:
             rows = [r for r in read_metrics(self.run_dir) if "heldout/sampled" in r]
-            metrics = rows[-1]
+            metrics = rows[-1] if rows else {}
         return target is not None and metrics.get("heldout/sampled", -1.0) >= target
 
     def _record(self, journal: Journal, step: int, metrics: dict) -> None:

@@ -1,34 +1,39 @@
-"""A run's updates as files, the bytes that a rollout server would receive.
+"""A training step's factors as an update that others can repeat."""
 
-``RUN_DIR/updates/000001.safetensors`` and so on, in wire format v1
-(:mod:`logra_jax.rollout.wire`): with the weights that the run began from they are the
-run's model at every step.
-"""
-
-import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from flax import nnx
 
 from logra_jax.algorithm.basis import Basis
-from logra_jax.algorithm.digest import model_digest
+from logra_jax.algorithm.digest import TensorDigest, model_digest
 from logra_jax.models.hf import named_factors, tensor_digests
-from logra_jax.rollout.wire import Update, encode
+from logra_jax.rollout.history import History
+from logra_jax.rollout.wire import Update
 
-UPDATES_DIRECTORY = "updates"
+UPDATES_DIRECTORY = "updates"  # of a run directory
 
 
-class UpdateFiles:
-    """Writes each update of a run, whole or not at all.
+class Updates:
+    """Makes the update of each step, with the digests of the weights around it.
 
     Args:
-        run_dir: the run directory.
+        run_dir: the run directory; updates are kept in it.
         graph: of the sketched model.
         probes: zeros.
         basis: of the run.
         rounding: of the run's merges.
-        weights: before the first update that is written.
+        version: of ``weights``.
+        weights: before the first update that is made.
+        keep: number of newest updates kept; None keeps all.
+
+    Attributes:
+        history: the updates that are kept.
+        digests: of every weight after the last update, by Hugging Face name.
     """
+
+    history: History
+    digests: Mapping[str, TensorDigest]
 
     def __init__(
         self,
@@ -37,20 +42,26 @@ class UpdateFiles:
         probes: nnx.State,
         basis: Basis,
         rounding: str,
+        version: int,
         weights: nnx.State,
+        *,
+        keep: int | None = None,
     ):
-        self.directory = run_dir / UPDATES_DIRECTORY
-        self.directory.mkdir(parents=True, exist_ok=True)
+        directory = run_dir / UPDATES_DIRECTORY
+        self.history = History(directory, keep=keep, version=version)
         self._graph, self._probes = graph, probes
         self._basis, self._rounding = basis, rounding
-        self._digests = tensor_digests(nnx.merge(graph, probes, weights))
+        self.digests = tensor_digests(nnx.merge(graph, probes, weights))
 
-    def write(self, version: int, factors: nnx.State, weights: nnx.State) -> Path:
-        """The update to ``version``, which made ``weights``; where it was written."""
+    def write(self, version: int, factors: nnx.State, weights: nnx.State) -> bytes:
+        """Keep the update to ``version``, which made ``weights``; its bytes."""
+        return self.history.write(self._make(version, factors, weights))
+
+    def _make(self, version: int, factors: nnx.State, weights: nnx.State) -> Update:
         model = nnx.merge(self._graph, self._probes, weights)
-        before, self._digests = self._digests, tensor_digests(model)
+        before, self.digests = self.digests, tensor_digests(model)
         named = dict(named_factors(model, factors))
-        update = Update(
+        return Update(
             base_version=version - 1,
             version=version,
             seed=self._basis.seed,
@@ -59,12 +70,7 @@ class UpdateFiles:
             refresh=self._basis.refresh,
             rounding=self._rounding,
             base_digest=model_digest(before),
-            digest=model_digest(self._digests),
-            digests={name: self._digests[name].word for name in named},
+            digest=model_digest(self.digests),
+            digests={name: self.digests[name].word for name in named},
             factors=named,
         )
-        path = self.directory / f"{version:06d}.safetensors"
-        aside = path.with_name(f".{path.name}.tmp")
-        aside.write_bytes(encode(update))
-        os.replace(aside, path)
-        return path

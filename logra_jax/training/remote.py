@@ -1,0 +1,160 @@
+"""The SGLang servers of a run: a policy that samples there, and their weights."""
+
+import dataclasses
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from flax import nnx
+
+from logra_jax.models.hf import read_config, save_decoder
+from logra_jax.rollout.servers import ServerError, Servers
+from logra_jax.rollout.sglang import SGLangEngine
+from logra_jax.rollout.sync import ServerReport, Weights, WeightSync
+from logra_jax.training.assemble import Policy
+from logra_jax.training.schema import Config
+from logra_jax.training.updates import Updates
+
+T = TypeVar("T")
+_ATTEMPTS = 5  # how often a prompt may be asked
+_PAUSE = 2.0  # seconds between two looks for a server that may have come back
+
+
+class Remote:
+    """Servers that are kept at the weights of a run.
+
+    Args:
+        config: of the run; ``rollout`` names the servers.
+        policy: of the run.
+        source: Hugging Face directory that its model came from.
+        updates: of the run.
+        share_dir: where all weights are written when a server needs them.
+        say: shows a line to the user.
+
+    Attributes:
+        policy: the run's, which samples on the servers.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy,
+        source: Path,
+        updates: Updates,
+        share_dir: Path,
+        say: Callable[[str], None],
+    ):
+        rollout = config.rollout
+        self._config, self._source, self._share = config, source, share_dir
+        self._graph, self._probes = policy.graph, policy.probes
+        self._updates, self._say = updates, say
+        self._servers = Servers(
+            rollout.urls,
+            router=rollout.router,
+            api_key=os.environ.get(rollout.api_key_env),
+            concurrency=rollout.concurrency,
+        )
+        self._sync = WeightSync(
+            self._servers,
+            updates.history,
+            pause=rollout.pause,
+            deadline=rollout.push_deadline,
+        )
+        local = policy.engine
+        engine = SGLangEngine(
+            self._servers,
+            max_positions=local.max_positions,
+            eos_ids=local.eos_ids,
+            pad_id=local.pad_id,
+            prefix=local.prefix,
+            bucket=local.bucket,
+            request_deadline=rollout.request_deadline,
+            batch_deadline=rollout.batch_deadline,
+            attempts=_ATTEMPTS,
+            vocab_size=read_config(source).vocab_size,
+        )
+        self.policy = dataclasses.replace(policy, engine=engine)
+
+    def close(self) -> None:
+        """End every request and the thread that makes them."""
+        self._servers.close()
+
+    def connect(self, version: int, weights: nnx.State, *, load: bool) -> None:
+        """The handshake: see :meth:`WeightSync.connect`."""
+        self._sync.connect(self._weights(version, weights), load=load)
+
+    def push(
+        self, version: int, blob: bytes, weights: nnx.State
+    ) -> dict[str, float | int]:
+        """Send the update to ``version``, see that it arrived; metrics of that."""
+        reports = self._sync.push(self._weights(version, weights), blob)
+        self._tell(reports)
+        return {
+            "sync/seconds": max(report.seconds for report in reports),
+            "sync/payload_bytes": len(blob),
+            "sync/sent_bytes": sum(report.bytes for report in reports),
+            "sync/ready": sum(report.outcome != "lost" for report in reports),
+            "sync/healed": sum(
+                report.outcome in ("caught_up", "loaded") for report in reports
+            ),
+        }
+
+    def persist(self, version: int, weights: nnx.State, work: Callable[[], T]) -> T:
+        """What ``work`` gives, done again whenever servers were lost and came back.
+
+        Raises:
+            ServerError: none came back in ``rollout.patience`` seconds, or it is not
+                for the loss of servers that ``work`` failed.
+        """
+        while True:
+            try:
+                return work()
+            except ServerError as error:
+                if error.kind == "refused" or self._usable():
+                    raise
+                self._await_servers(version, weights, error)
+
+    def _await_servers(
+        self, version: int, weights: nnx.State, error: ServerError
+    ) -> None:
+        self._say(f"{error} Waiting for servers to come back.")
+        target = self._weights(version, weights)
+        last = time.monotonic() + self._config.rollout.patience
+        while not self._usable():
+            if time.monotonic() > last:
+                raise error
+            time.sleep(_PAUSE)
+            reports = self._sync.revive(target)
+            self._tell([r for r in reports if r.outcome != "lost"])
+
+    def _usable(self) -> bool:
+        ready = [server.ready for server in self._servers.servers]
+        return all(ready) if self._servers.router else any(ready)
+
+    def _tell(self, reports: list[ServerReport]) -> None:
+        for report in reports:
+            if report.outcome != "pushed":
+                why = f": {report.message}" if report.message else ""
+                self._say(f"{report.url} {_TOLD[report.outcome]}{why}")
+
+    def _weights(self, version: int, weights: nnx.State) -> Weights:
+        model = nnx.merge(self._graph, self._probes, weights)
+
+        def export() -> Path:
+            directory = self._share / f"{version:06d}"
+            shutil.rmtree(directory, ignore_errors=True)
+            dtype = self._config.model.dtype
+            return save_decoder(model, directory, source=self._source, dtype=dtype)
+
+        return Weights(version, self._updates.digests, export)
+
+
+_TOLD = {
+    "held": "held the weights",
+    "caught_up": "caught up by the updates that it had missed",
+    "loaded": "was given all weights",
+    "lost": "is lost",
+}
