@@ -48,7 +48,9 @@ examples:
 """
 _SYNC_EXAMPLES = """\
 The weights of the servers at rollout.urls are changed, and left so. Where there are
-none, a server is started as the section `serve` says, and stopped.
+none, a server is started as the section `serve` says, and stopped. All weights go
+through files in rollout.share_dir (null: the temporary directory), which the servers
+must see too; on one machine, files just written are read from memory.
 
 examples:
   logra bench sync configs/quickstart.yaml serve.python=venv-sglang/bin/python

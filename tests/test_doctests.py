@@ -9,10 +9,12 @@ import pytest
 import logra_jax
 
 README = Path(__file__).parents[1] / "README.md"
+# Imported by an SGLang server only; tests/sglang runs it.
+IN_SERVERS = {"logra_jax.rollout.sglang_cpu"}
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(logra_jax.__path__, "logra_jax.")
-    if not module.name.endswith("__main__")
+    if not module.name.endswith("__main__") and module.name not in IN_SERVERS
 ]
 WITH_EXAMPLES = {
     "logra_jax.algorithm.alignment",
@@ -24,6 +26,7 @@ WITH_EXAMPLES = {
     "logra_jax.algorithm.row_adam",
     "logra_jax.algorithm.sketch",
     "logra_jax.rollout.replica",
+    "logra_jax.rollout.servers",
     "logra_jax.rollout.wire",
 }
 

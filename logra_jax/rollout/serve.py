@@ -81,7 +81,7 @@ class ServeOptions:
         max_tokens: size of the KV cache, tokens; None fits it to the memory on a GPU,
             and is `CPU_POOL` on a CPU.
         max_running: requests answered at once; None lets SGLang choose.
-        threads: of each rank, on a CPU; None shares the cores between ranks.
+        threads: of each rank, on a CPU; None is 1.
         text: load the tokenizer, for text in and out; training needs token ids only.
         start_timeout: seconds until the server must answer.
         api_key: that requests must bring; None is no key.
@@ -149,17 +149,21 @@ def server_environment(
     if options.api_key is not None:
         environment[API_KEY] = options.api_key
     if device == "cpu":
-        cores = sorted(os.sched_getaffinity(0))
-        threads = options.threads or max(1, len(cores) // options.tp)
-        groups = [
-            [cores[(rank * threads + i) % len(cores)] for i in range(threads)]
-            for rank in range(options.tp)
-        ]
+        # One by default: plain torch attends to one sequence at a time, which is too
+        # little work for two, and threads that wait for each other stall where the
+        # machine is busy.
+        threads = options.threads or 1
         environment |= CPU_ENVIRONMENT
         environment["OMP_NUM_THREADS"] = str(threads)
-        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
-            ",".join(map(str, sorted(set(group)))) for group in groups
-        )
+        if options.tp > 1:  # SGLang wants to be told each rank's cores
+            cores = sorted(os.sched_getaffinity(0))
+            groups = [
+                {cores[(rank * threads + i) % len(cores)] for i in range(threads)}
+                for rank in range(options.tp)
+            ]
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
+                ",".join(map(str, sorted(group))) for group in groups
+            )
     return environment | dict(options.environment or {})
 
 

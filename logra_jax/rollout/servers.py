@@ -132,7 +132,7 @@ class Server:
         except ValueError:
             answer = text
         if status >= 300:
-            remedy = "; set `rollout.api_key`" if status in (401, 403) else ""
+            remedy = "; set the variable that `rollout.api_key_env` names" if status in (401, 403) else ""
             raise ServerError(
                 self.url,
                 "unreachable" if status >= 500 else "refused",

@@ -29,7 +29,7 @@ class ServeConfig:
     max_running: int | None = None
     """Requests answered at once; null lets SGLang choose."""
     threads: int | None = None
-    """Threads of each rank, on a CPU; null shares the cores between the ranks."""
+    """Threads of each rank, on a CPU; null is 1, the fastest for most models there."""
     text: bool = False
     """Load the tokenizer too, for text in and out; training needs token ids only."""
     start_timeout: float = 600.0

@@ -1,4 +1,4 @@
-"""A small HTTP server with every fault that a real one can have."""
+"""A small HTTP server with every fault that a real one can have; random updates."""
 
 import asyncio
 import socket
@@ -7,7 +7,13 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
+
+from logra_jax.algorithm.basis import Basis
+from logra_jax.algorithm.digest import TensorDigest, digest_array, model_digest
+from logra_jax.algorithm.replay import replay
+from logra_jax.rollout.wire import Update
 
 # What a fake server does with a request: answer with JSON (a dict), a text or a status
 # (an int), or "drop" the connection, "hang", or "die" (drop this and all that follow).
@@ -105,3 +111,55 @@ def closed_url() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def digests_of(weights: dict[str, np.ndarray]) -> dict[str, TensorDigest]:
+    return {
+        name: TensorDigest(str(w.dtype), w.shape, digest_array(w))
+        for name, w in weights.items()
+    }
+
+
+def random_update(
+    weights: dict[str, np.ndarray],
+    version: int = 0,
+    *,
+    bits: int = 16,
+    kind: str = "rademacher",
+    rounding: str = "stochastic",
+) -> tuple[Update, dict[str, np.ndarray]]:
+    """An update of all matrices from `version` to the next, and the weights after."""
+    random, limit = np.random.default_rng(version), 2 ** (bits - 1)
+    basis = Basis(seed=7, kind=kind)
+    after = {name: w.copy() for name, w in weights.items()}
+    factors = {}
+    for name, weight in after.items():
+        if weight.ndim == 2:
+            factor = random.integers(-limit, limit, (len(weight), 4))
+            factor[:, -1] = random.integers(-6 - bits, -3 - bits, len(factor))
+            factors[name] = factor = factor.astype(f"i{bits // 8}")
+            address = basis.address(name, version)
+            replay(
+                weight, factor[:, :-1], factor[:, -1], address, basis, rounding=rounding
+            )
+    digests = digests_of(after)
+    update = Update(
+        base_version=version,
+        version=version + 1,
+        seed=basis.seed,
+        step=version,
+        kind=kind,
+        refresh=basis.refresh,
+        rounding=rounding,
+        base_digest=model_digest(digests_of(weights)),
+        digest=model_digest(digests),
+        digests={name: digests[name].word for name in factors},
+        factors=factors,
+    )
+    return update, after
+
+
+@pytest.fixture(scope="session")
+def make_update() -> Callable[..., tuple[Update, dict[str, np.ndarray]]]:
+    """`random_update`, for tests, which cannot import from here."""
+    return random_update

@@ -146,7 +146,11 @@ def test_only_a_cpu_server_chooses_plain_torch(
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7, 8})
     options = ServeOptions(
-        model_dir=model_dir, dtype="float32", tp=2, environment={"MORE": "1"}
+        model_dir=model_dir,
+        dtype="float32",
+        tp=2,
+        threads=2,
+        environment={"MORE": "1"},
     )
     gpu, cpu = (server_environment(options, device) for device in ("cuda", "cpu"))
     assert "SGLANG_PLATFORM" not in gpu

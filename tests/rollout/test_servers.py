@@ -53,7 +53,7 @@ def test_refusal_carries_the_servers_message_and_is_not_retried(fake_server):
 
 
 def test_wrong_key_names_the_field_to_set(fake_server):
-    with pytest.raises(ServerError, match=r"status 401: .*; set `rollout.api_key`"):
+    with pytest.raises(ServerError, match=r"status 401: .*; set the variable"):
         one_call(fake_server(lambda *_: 401).url)
 
 

@@ -277,7 +277,7 @@ def test_server_that_is_not_ours_is_told_apart(
     options = {"max_positions": CONTEXT, "eos_ids": [EOS]}
     with Servers([server.url]) as servers:
         servers.servers[0].ready = True
-        with pytest.raises(ServerError, match=r"401: Unauth.*; set `rollout.api_key`"):
+        with pytest.raises(ServerError, match=r"401: Unauth.*; set the variable"):
             SGLangEngine(servers, **options).generate(None, PROMPTS, sampling, KEY)
     with Servers([server.url], api_key="s3cret") as servers:
         servers.servers[0].ready = True
