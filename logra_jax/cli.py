@@ -67,18 +67,19 @@ examples:
   logra spectrum configs/quickstart.yaml
   logra spectrum configs/quickstart.yaml sketch.rank=64 --energy 0.8 0.99 --json
 """
-# Modules that only the `train` extra brings, and the package each comes from.
-_TRAIN_EXTRA = {
-    "gguf": "gguf",
-    "jinja2": "jinja2",
-    "matplotlib": "matplotlib",
-    "omegaconf": "omegaconf",
-    "reasoning_gym": "reasoning-gym",
-    "rich": "rich",
-    "safetensors": "safetensors",
-    "tensorboardX": "tensorboardX",
-    "tokenizers": "tokenizers",
-    "yaml": "pyyaml",
+# Modules that an extra brings: the package each comes from, and the extra.
+_EXTRAS = {
+    "aiohttp": ("aiohttp", "train,sglang"),
+    "gguf": ("gguf", "train"),
+    "jinja2": ("jinja2", "train"),
+    "matplotlib": ("matplotlib", "train"),
+    "omegaconf": ("omegaconf", "train"),
+    "reasoning_gym": ("reasoning-gym", "train"),
+    "rich": ("rich", "train"),
+    "safetensors": ("safetensors", "train"),
+    "tensorboardX": ("tensorboardX", "train"),
+    "tokenizers": ("tokenizers", "train"),
+    "yaml": ("pyyaml", "train"),
 }
 
 
@@ -106,10 +107,11 @@ def _explain(error: ValueError | ModuleNotFoundError) -> str | None:
     """The user's one line, or None for an error that is no fault of theirs."""
     if isinstance(error, ValueError):
         return " ".join(str(error).split())
-    package = _TRAIN_EXTRA.get((error.name or "").partition(".")[0])
-    if package is None:
+    missing = _EXTRAS.get((error.name or "").partition(".")[0])
+    if missing is None:
         return None
-    return f"{package} is not installed; run `pip install 'logra-jax[train]'`."
+    package, extra = missing
+    return f"{package} is not installed; run `pip install 'logra-jax[{extra}]'`."
 
 
 def _train(args: argparse.Namespace) -> int:

@@ -17,13 +17,25 @@ import base64
 import dataclasses
 import json
 import pickle
+import re
 from typing import Any, Literal
 
 LOADER = "logra_jax.rollout.sglang_loader.apply"
 # The first release with begin_weight_update and end_weight_update.
-OLDEST_SGLANG = (0, 5, 21)
+OLDEST_SGLANG = "0.5.21"
+TESTED_SGLANG = "0.5.23"
 STATUS_PREFIX = "logra "
 STATUS_QUERY = {"action": "checksum", "skip_tensor_list": ["."], "selector": "target"}
+
+
+def is_supported(sglang: str) -> bool:
+    """Whether a release of SGLang, such as "0.5.23.post1", can be kept in step."""
+    return _release(sglang) >= _release(OLDEST_SGLANG)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall("[0-9]+", version)[:3])
+
 
 Action = Literal["identify", "update"]
 

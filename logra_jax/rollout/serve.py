@@ -28,16 +28,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Literal
 
-from logra_jax.rollout.protocol import LOADER, OLDEST_SGLANG
+from logra_jax.rollout.protocol import (
+    LOADER,
+    OLDEST_SGLANG,
+    TESTED_SGLANG,
+    is_supported,
+)
 from logra_jax.rollout.sglang_start import (
     API_KEY,
     CPU_ENVIRONMENT,
     CPU_PLATFORM,
     PARENT,
 )
-
-TESTED_SGLANG = "0.5.23"
-"""The release that the tests run against."""
 
 CPU_POOL = 32768
 """Default of `max_tokens` on a CPU, where SGLang would take most of the memory."""
@@ -334,10 +336,9 @@ def _choose_device(options: ServeOptions) -> Literal["cuda", "cpu"]:
             f"`serve.python` must have SGLang, got {python!r}, which has none; name "
             "the interpreter of the environment that has it."
         )
-    numbers = tuple(int(n) for n in sglang.split(".")[:3] if n.isdecimal())
-    if numbers < OLDEST_SGLANG:
+    if not is_supported(sglang):
         raise ValueError(
-            f"SGLang must be {'.'.join(map(str, OLDEST_SGLANG))} or newer "
+            f"SGLang must be {OLDEST_SGLANG} or newer "
             f"({TESTED_SGLANG} is tested), got {sglang} in {python!r}; upgrade it."
         )
     device = options.device

@@ -53,11 +53,13 @@ class Server:
         ready: it holds verified weights of the current version, so that generation may
             use it. Weight sync sets it; generation takes it back when the server dies,
             hangs, or turns out to hold other weights.
+        version: of the weights that it was last seen to hold; None before that.
     """
 
     def __init__(self, url: str, session: "_Session"):
         self.url = url
         self.ready = False
+        self.version: int | None = None
         self._session = session
 
     def __repr__(self) -> str:
@@ -132,7 +134,11 @@ class Server:
         except ValueError:
             answer = text
         if status >= 300:
-            remedy = "; set the variable that `rollout.api_key_env` names" if status in (401, 403) else ""
+            remedy = (
+                "; set the variable that `rollout.api_key_env` names"
+                if status in (401, 403)
+                else ""
+            )
             raise ServerError(
                 self.url,
                 "unreachable" if status >= 500 else "refused",
@@ -299,8 +305,8 @@ class _Session:
             import aiohttp
         except ImportError:
             raise ModuleNotFoundError(
-                "Speaking to servers needs the package aiohttp; install "
-                "`logra-jax[sglang]`."
+                "Speaking to servers needs aiohttp; install `logra-jax[sglang]`.",
+                name="aiohttp",
             ) from None
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         connector = aiohttp.TCPConnector(limit=0, force_close=True)

@@ -221,12 +221,17 @@ class SGLangEngine:
     async def _try(self, server: Server, prompt: list[int], parameters: dict):
         # All of one length, or SGLang would abort those that begin with it as well.
         request_id = uuid.uuid4().hex
+        routed = server is self.servers.router
         body = {
             "rid": request_id,
             "input_ids": prompt,
             "sampling_params": parameters,
             "return_logprob": True,
         }
+        version = self.servers.servers[0].version if routed else server.version
+        if version is not None:
+            # Prefixes that older weights left in the cache are not found.
+            body["extra_key"] = f"version {version}"
         try:
             answer = await server.call(
                 "/generate", body, deadline=self.request_deadline

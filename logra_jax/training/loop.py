@@ -221,7 +221,7 @@ class _Run:
                 self.policy,
                 self.source,
                 self.updates,
-                Path(config.rollout.share_dir or self.run_dir) / "weights",
+                self._share_dir() / "weights",
                 self.display.note,
             )
             self.policy = self.remote.policy
@@ -236,6 +236,12 @@ class _Run:
             batches.cancel()
             if self.remote:
                 self.remote.close()
+
+    def _share_dir(self) -> Path:
+        share_dir = self.config.rollout.share_dir
+        if share_dir is None:
+            return self.run_dir.absolute()
+        return Path(share_dir).absolute() / self.run_dir.name
 
     def _kept_step(self, saved: int | None) -> int | None:
         """The journal's last step to keep; None for a journal that is not there yet."""

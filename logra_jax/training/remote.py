@@ -4,7 +4,8 @@ import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -84,13 +85,15 @@ class Remote:
 
     def connect(self, version: int, weights: nnx.State, *, load: bool) -> None:
         """The handshake: see :meth:`WeightSync.connect`."""
-        self._sync.connect(self._weights(version, weights), load=load)
+        with self._weights(version, weights) as target:
+            self._sync.connect(target, load=load)
 
     def push(
         self, version: int, blob: bytes, weights: nnx.State
     ) -> dict[str, float | int]:
         """Send the update to ``version``, see that it arrived; metrics of that."""
-        reports = self._sync.push(self._weights(version, weights), blob)
+        with self._weights(version, weights) as target:
+            reports = self._sync.push(target, blob)
         self._tell(reports)
         return {
             "sync/seconds": max(report.seconds for report in reports),
@@ -121,13 +124,13 @@ class Remote:
         self, version: int, weights: nnx.State, error: ServerError
     ) -> None:
         self._say(f"{error} Waiting for servers to come back.")
-        target = self._weights(version, weights)
         last = time.monotonic() + self._config.rollout.patience
         while not self._usable():
             if time.monotonic() > last:
                 raise error
             time.sleep(_PAUSE)
-            reports = self._sync.revive(target)
+            with self._weights(version, weights) as target:
+                reports = self._sync.revive(target)
             self._tell([r for r in reports if r.outcome != "lost"])
 
     def _usable(self) -> bool:
@@ -140,16 +143,20 @@ class Remote:
                 why = f": {report.message}" if report.message else ""
                 self._say(f"{report.url} {_TOLD[report.outcome]}{why}")
 
-    def _weights(self, version: int, weights: nnx.State) -> Weights:
+    @contextmanager
+    def _weights(self, version: int, weights: nnx.State) -> Iterator[Weights]:
+        """What a sync needs to know; files that it had written are gone afterwards."""
         model = nnx.merge(self._graph, self._probes, weights)
 
         def export() -> Path:
             directory = self._share / f"{version:06d}"
-            shutil.rmtree(directory, ignore_errors=True)
             dtype = self._config.model.dtype
             return save_decoder(model, directory, source=self._source, dtype=dtype)
 
-        return Weights(version, self._updates.digests, export)
+        try:
+            yield Weights(version, self._updates.digests, export)
+        finally:
+            shutil.rmtree(self._share, ignore_errors=True)
 
 
 _TOLD = {

@@ -18,8 +18,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from logra_jax.algorithm.digest import TensorDigest, digest_array, model_digest
+from logra_jax.rollout import link as link_module
 from logra_jax.rollout import servers as servers_module
-from logra_jax.rollout import sync as sync_module
 from logra_jax.rollout.history import History
 from logra_jax.rollout.protocol import LOADER, STATUS_QUERY, Command, Status
 from logra_jax.rollout.replica import Replica
@@ -41,7 +41,7 @@ COMMAND = [BEGIN, UPDATE, END, ASK]
 @pytest.fixture(autouse=True)
 def _no_long_waits(monkeypatch):
     monkeypatch.setattr(servers_module, "_FIRST_WAIT", 0.01)
-    monkeypatch.setattr(sync_module, "_QUICK", 5.0)
+    monkeypatch.setattr(link_module, "_QUICK", 5.0)
 
 
 def digests_of(weights) -> dict[str, TensorDigest]:
@@ -300,7 +300,7 @@ def test_an_sglang_that_is_too_old_is_refused(trainer, fake_server, version):
     server = Server(fake_server, trainer.weights)
     server.info["version"] = version
     said = refused_at_the_start(trainer, server)
-    assert "SGLang 0.5.21 or later, which can hold requests" in said
+    assert "SGLang 0.5.21 or later, which brackets a weight" in said
     assert f"got {version}" in said
     assert server.calls == [INFO]
 
@@ -635,7 +635,7 @@ def test_after_any_fault_a_ready_server_holds_the_weights(
     if path == FLUSH:
         real.faults[UPDATE] = [("after", 400)]
     if fault == "hang":
-        monkeypatch.setattr(sync_module, "_QUICK", 0.4)
+        monkeypatch.setattr(link_module, "_QUICK", 0.4)
         pair.sync = WeightSync(pair.servers, pair.trainer.history, deadline=0.4)
     real.faults[path] = [(when, fault)]
     first, second = pair.push()
@@ -645,7 +645,7 @@ def test_after_any_fault_a_ready_server_holds_the_weights(
     assert real.faults[path] == []
     pair.check()
     pair.sync = patient
-    monkeypatch.setattr(sync_module, "_QUICK", 5.0)
+    monkeypatch.setattr(link_module, "_QUICK", 5.0)
     for _ in range(2):
         assert "lost" not in {report.outcome for report in pair.push()}
         pair.check()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-import logra_jax.rollout.sync as sync_module
+import logra_jax.rollout.link as link_module
 from logra_jax.rollout.protocol import LOADER, STATUS_QUERY, Command, read_statuses
 from logra_jax.rollout.servers import Servers
 from logra_jax.rollout.sglang import SGLangEngine
@@ -247,20 +247,36 @@ def test_requests_survive_a_push_and_say_which_version_made_each_token(pair, pau
         assert answer["meta_info"]["cached_tokens"] in (0, 6)
 
 
-def test_the_prefix_cache_is_empty_after_a_push(pair):
-    sender, sync, servers, _ = pair
-    body = {
-        "input_ids": PROMPTS[0] * 8,
-        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
-    }
+@pytest.mark.parametrize("pause", ["retract", "in_place", "abort"])
+def test_no_prefix_of_older_weights_is_used_after_a_push(pair, pause):
+    sender, _, servers, _ = pair
+    sync = WeightSync(servers, sender.updates.history, pause=pause, deadline=60.0)
+    sync.connect(sender.state())
+    prompt = [PROMPTS[0] * 8]
+    engine = SGLangEngine(
+        servers, max_positions=sender.max_positions, eos_ids=(), bucket=4
+    )
+    cached = []
+    server = servers.servers[0]
+    ask = server.call
 
-    def cached() -> int:
-        return call(servers, "/generate", body)["meta_info"]["cached_tokens"]
+    async def watched(path, body=None, **options):
+        answer = await ask(path, body, **options)
+        cached.append(answer["meta_info"]["cached_tokens"])
+        return answer
 
-    cached()
-    assert cached() > 0
+    def generate() -> int:
+        sampling = Sampling(temperature=0.0, max_new_tokens=1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(server, "call", watched)
+            engine.generate(None, prompt, sampling, None)
+        return cached.pop()
+
+    generate()
+    assert generate() > 0
     assert push(sync, sender).outcome == "pushed"
-    assert cached() == 0
+    assert generate() == 0
+    assert generate() > 0
 
 
 def test_a_flush_that_is_refused_is_no_reason_to_send_the_update_again(
@@ -268,7 +284,7 @@ def test_a_flush_that_is_refused_is_no_reason_to_send_the_update_again(
 ):
     """SGLang changes the weights, then answers 400 as it cannot flush the cache."""
     sender, _, servers, _ = pair
-    monkeypatch.setattr(sync_module, "_flushes", lambda pause: True)
+    monkeypatch.setattr(link_module, "_flushes", lambda pause: True)
     sync = WeightSync(servers, sender.updates.history, pause="in_place", deadline=60.0)
     blob = sender.step()
     outcomes = []
@@ -293,14 +309,14 @@ def test_a_server_killed_in_a_push_and_restarted_from_the_base_catches_up(
         for _ in range(3):
             assert push(sync, sender).outcome == "pushed"
         blob = sender.step()
-        original = sync_module._Link._begin
+        original = link_module.Link._begin
 
         async def die(link):
             await original(link)
             os.killpg(first.process.pid, signal.SIGKILL)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sync_module._Link, "_begin", die)
+            patch.setattr(link_module.Link, "_begin", die)
             (report,) = sync.push(sender.state(), blob)
         assert report.outcome == "lost"
         assert not servers.servers[0].ready
