@@ -158,9 +158,9 @@ class _Run:
             kept = self._kept_step(saved)
             self.alarms = AlarmLog(self.run_dir, resume_step=kept)
             with (
-                self._batches(state) as batches,
-                Journal(self.run_dir, resume_step=kept) as journal,
                 _Interrupt() as interrupt,
+                self._batches(state, interrupt) as batches,
+                Journal(self.run_dir, resume_step=kept) as journal,
             ):
                 if saved is None:
                     self._record(journal, 0, self._evaluate(state))
@@ -181,17 +181,17 @@ class _Run:
                             checkpoints.save(state)
                 with self._timed("checkpoint", "checkpoint"):
                     checkpoints.save(state)
-            if self.lost:
-                raise ValueError(
-                    f"{self.lost} The run is saved up to step {int(state.step)}; "
-                    f"continue with resume={self.run_dir}."
-                )
             if interrupt:
                 self.display.note(
                     f"stopped by {interrupt.name} after step {int(state.step)}, all of "
                     f"it saved; continue with resume={self.run_dir}"
                 )
                 return 128 + interrupt.number
+            if self.lost:
+                raise ValueError(
+                    f"{self.lost} The run is saved up to step {int(state.step)}; "
+                    f"continue with resume={self.run_dir}."
+                )
         if reached and int(state.step) < train.steps:
             self.display.note(
                 f"held-out accuracy reached {train.target_accuracy}: stopping"
@@ -200,7 +200,7 @@ class _Run:
         return 0
 
     @contextmanager
-    def _batches(self, state: TrainState) -> Iterator[Batches]:
+    def _batches(self, state: TrainState, interrupt: "_Interrupt") -> Iterator[Batches]:
         """The source of responses; servers, if any, hold the weights of ``state``."""
         config = self.config
         if config.train.save_updates or config.rollout.engine == "sglang":
@@ -223,6 +223,7 @@ class _Run:
                 self.updates,
                 self._share_dir() / "weights",
                 self.display.note,
+                lambda: bool(interrupt),
             )
             self.policy = self.remote.policy
         batches = Batches(config, self.task, self.policy, self.remote)

@@ -34,6 +34,7 @@ class Remote:
         updates: of the run.
         share_dir: where all weights are written when a server needs them.
         say: shows a line to the user.
+        is_stopping: whether the run was told to end: then nothing is waited for.
 
     Attributes:
         policy: the run's, which samples on the servers.
@@ -47,11 +48,13 @@ class Remote:
         updates: Updates,
         share_dir: Path,
         say: Callable[[str], None],
+        is_stopping: Callable[[], bool],
     ):
         rollout = config.rollout
         self._config, self._source, self._share = config, source, share_dir
         self._graph, self._probes = policy.graph, policy.probes
         self._updates, self._say = updates, say
+        self._is_stopping = is_stopping
         self._servers = Servers(
             rollout.urls,
             router=rollout.router,
@@ -126,9 +129,9 @@ class Remote:
         self._say(f"{error} Waiting for servers to come back.")
         last = time.monotonic() + self._config.rollout.patience
         while not self._usable():
-            if time.monotonic() > last:
-                raise error
             time.sleep(_PAUSE)
+            if time.monotonic() > last or self._is_stopping():
+                raise error
             with self._weights(version, weights) as target:
                 reports = self._sync.revive(target)
             self._tell([r for r in reports if r.outcome != "lost"])
