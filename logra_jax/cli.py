@@ -20,7 +20,7 @@ examples:
 """
 _SERVE_EXAMPLES = """\
 examples:
-  logra serve configs/quickstart.yaml serve.python=venv-sglang/bin/python
+  logra serve configs/quickstart.yaml serve.python=sgl/bin/python
   logra serve configs/quickstart.yaml serve.tp=2 'serve.args=[--log-level, debug]'
 then, in another terminal:
   logra train configs/quickstart.yaml rollout.engine=sglang \\
@@ -53,9 +53,21 @@ through files in rollout.share_dir (null: the temporary directory), which the se
 must see too; on one machine, files just written are read from memory.
 
 examples:
-  logra bench sync configs/quickstart.yaml serve.python=venv-sglang/bin/python
+  logra bench sync configs/quickstart.yaml serve.python=sgl/bin/python
   logra bench sync configs/quickstart.yaml --repeat 9 --json \\
       rollout.engine=sglang 'rollout.urls=[http://127.0.0.1:30000]'
+"""
+_OVERLAP_EXAMPLES = """\
+The config is trained twice, for a few steps each: one batch ahead and synchronously.
+The weights of the servers at rollout.urls are changed, and left so. Where there are
+none, a server is started as the section `serve` says, and stopped. Run directories are
+made in rollout.share_dir (null: the temporary directory), and removed.
+
+examples:
+  logra bench overlap configs/quickstart.yaml serve.python=sgl/bin/python
+  logra bench overlap configs/quickstart.yaml --steps 12 --json \\
+      rollout.pause=in_place rollout.engine=sglang \\
+      'rollout.urls=[http://127.0.0.1:30000]'
 """
 _FIDELITY_EXAMPLES = """\
 examples:
@@ -180,6 +192,16 @@ def _bench_sync(args: argparse.Namespace) -> int:
     from logra_jax.study.bench_sync import bench_sync
 
     return bench_sync(config, args.json, repetitions=args.repeat)
+
+
+def _bench_overlap(args: argparse.Namespace) -> int:
+    from logra_jax.training.config import load_config
+
+    config = load_config(args.config, args.overrides)
+
+    from logra_jax.study.bench_overlap import bench_overlap
+
+    return bench_overlap(config, args.json, steps=args.steps)
 
 
 def _fidelity(args: argparse.Namespace) -> int:
@@ -331,6 +353,19 @@ def _parser() -> argparse.ArgumentParser:
         "--repeat", type=int, default=5, metavar="N", help="of each kind (default: 5)"
     )
     sync.add_argument("--json", action="store_true", help="print one JSON object")
+
+    overlap = _command(
+        benches,
+        "overlap",
+        "training with the next batch sampled during an update, against without",
+        _OVERLAP_EXAMPLES,
+    )
+    overlap.set_defaults(run=_bench_overlap)
+    _add_config(overlap)
+    overlap.add_argument(
+        "--steps", type=int, default=6, metavar="N", help="each way (default: 6)"
+    )
+    overlap.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 

@@ -27,6 +27,7 @@ from logra_jax.rollout.servers import Server, ServerError
 Pause = Literal["retract", "in_place", "abort"]
 
 _QUICK = 30.0  # seconds for a call that moves no weights
+_NO_VERSION = "unknown"  # as which nobody takes what is sampled
 
 
 class Unfit(Exception):  # noqa: N818  an answer about a server
@@ -57,6 +58,7 @@ class Link:
         self.said = ""
         self._ranks = 1
         self._flush_refused = False
+        self._has_moved = False
 
     async def inspect(self) -> None:
         """See that the server is of a kind that can be synced.
@@ -99,6 +101,11 @@ class Link:
             await self._call("/pause_generation", {"mode": self._pause})
             yield
         except BaseException:
+            # What it answers to the requests that it has would pass for that of the
+            # version that it was being brought to.
+            if self._has_moved:
+                with contextlib.suppress(ServerError):
+                    await self._label(_NO_VERSION)
             # Left paused, the server would hang every later request.
             with contextlib.suppress(ServerError):
                 await self.server.call(go_on, {}, deadline=_QUICK, retries=2)
@@ -125,6 +132,7 @@ class Link:
         }
         if version is not None:
             body["weight_version"] = str(version)
+            self._has_moved = True
         self.bytes += sum(map(len, entries))
         self.said = ""
         await self._begin()
@@ -159,19 +167,18 @@ class Link:
 
     async def label(self, version: int) -> None:
         """Have the server name this version with the tokens it samples."""
-        await self._call(
-            "/update_weight_version",
-            {"new_version": str(version), "abort_all_requests": False},
-        )
+        await self._label(str(version))
 
     async def load(self, directory: Path, version: int) -> None:
         """Have all weights loaded from disk."""
         body = {
             "model_path": str(directory),
-            "flush_cache": _flushes(self._pause),
+            # Always: what has this version's name in the cache may be of other weights.
+            "flush_cache": True,
             "abort_all_requests": False,
             "weight_version": str(version),
         }
+        self._has_moved = True
         self.bytes += sum(f.stat().st_size for f in directory.glob("*.safetensors"))
         try:
             await self._call("/update_weights_from_disk", body)
@@ -198,6 +205,11 @@ class Link:
                     raise
             await self._call("/pause_generation", {"mode": mode})
         await self._call("/flush_cache", {})
+
+    async def _label(self, version: str) -> None:
+        body = {"new_version": version, "abort_all_requests": False}
+        deadline = min(_QUICK, self._deadline)
+        await self.server.call("/update_weight_version", body, deadline=deadline)
 
     async def _begin(self) -> None:
         """Open a session; one that a trainer that died left open is closed first."""

@@ -122,7 +122,9 @@ class Server:
             ) as response:
                 status, content = response.status, await response.read()
         except (aiohttp.ClientError, OSError) as error:
-            reason = str(error) or type(error).__name__
+            cause = getattr(error, "os_error", None) or error
+            reason = getattr(cause, "strerror", None) or str(cause)
+            reason = reason or type(error).__name__
             raise ServerError(
                 self.url,
                 "unreachable",
@@ -192,13 +194,13 @@ class Servers:
             raise ValueError(
                 f"`rollout.concurrency` must be at least 1, got {concurrency}."
             )
-        bases = [_base_url("rollout.urls", url) for url in urls]
+        bases = [base_url("rollout.urls", url) for url in urls]
         for base in bases:
             if bases.count(base) > 1:
                 raise ValueError(
                     f"`rollout.urls` must name each server once, got {base!r} twice."
                 )
-        front = None if router is None else _base_url("rollout.router", router)
+        front = None if router is None else base_url("rollout.router", router)
         self.concurrency = concurrency
         self._session = _Session(api_key)
         self.servers = tuple(Server(base, self._session) for base in bases)
@@ -268,6 +270,7 @@ class _Session:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._begun = threading.Event()
         self._failed: BaseException | None = None
+        self._futures = set[concurrent.futures.Future[Any]]()
         self._thread = threading.Thread(
             target=self._main, name="logra-servers", daemon=True
         )
@@ -282,10 +285,13 @@ class _Session:
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         try:
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         except RuntimeError:
             coroutine.close()
             raise RuntimeError("These servers are closed; make a new one.") from None
+        self._futures.add(future)
+        future.add_done_callback(self._futures.discard)
+        return future
 
     def close(self) -> None:
         if self._thread.is_alive() and not self._loop.is_closed():
@@ -318,10 +324,12 @@ class _Session:
             self._begun.set()
             await self._end.wait()
             await asyncio.sleep(0)  # what was just handed in has begun
-            rest = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in rest:
-                task.cancel()
-            await asyncio.gather(*rest, return_exceptions=True)
+            # Each once, and not the tasks within it: a second time would cut off what
+            # the first has set going, such as telling the servers to abort.
+            for future in tuple(self._futures):
+                future.cancel()
+            while rest := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.wait(rest)
 
 
 def backoff(attempt: int) -> float:
@@ -329,7 +337,12 @@ def backoff(attempt: int) -> float:
     return min(_LONGEST_WAIT, _FIRST_WAIT * 2 ** (attempt - 1)) * random.uniform(0.5, 1)
 
 
-def _base_url(field: str, url: str) -> str:
+def base_url(field: str, url: str) -> str:
+    """``url`` without what follows its host and port.
+
+    Raises:
+        ValueError: it is no base URL; names ``field``.
+    """
     parts = urlsplit(url)
     try:
         port_is_valid = parts.port != 0

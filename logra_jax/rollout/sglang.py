@@ -140,7 +140,7 @@ class SGLangEngine:
             prefix=self.prefix,
             bucket=self.bucket,
             pad_id=self.pad_id,
-            limit=self.max_positions - max(new + _UNUSED_PLACES, _LONGEST_PROMPT),
+            limit=self.max_positions - room_for(new),
         )
         tokens = [[int(token) for token in prompt] for prompt in prompts]
         for i, prompt in enumerate(tokens):
@@ -285,6 +285,11 @@ class SGLangEngine:
             completions.logprobs[i, :length] = answer.logprobs
             completions.versions[i, :length] = answer.versions
         return completions
+
+
+def room_for(new: int) -> int:
+    """Places of the context that a prompt must leave for ``new`` tokens."""
+    return max(new + _UNUSED_PLACES, _LONGEST_PROMPT)
 
 
 def _seeds(sampling: Sampling, key: Any, count: int) -> list[int | None]:

@@ -83,12 +83,17 @@ def _read(named_tensors: list[tuple[Any, Any]]) -> Command:
 
 
 def _identify(model: Any, known: dict[str, int], group: "_Group") -> Replica:
-    """All weights read; of the version that ``known`` has for their digest."""
-    _replicas.pop(model, None)
+    """All weights read; of the version that ``known`` has for their digest.
+
+    One that is not known there stays what it was: it may be another trainer that asks.
+    """
+    before = _replicas.pop(model, None)
     own: dict[str, Any] = {}
     together(group.gather, lambda: own.update(shards_of(model)))
     replica = Replica(own, -1, gather=group.gather)
-    replica.version = known.get(replica.digest, -1)
+    stays = before is not None and before.digest == replica.digest
+    held = before.version if before is not None and stays else -1
+    replica.version = known.get(replica.digest, held)
     _replicas[model] = replica
     return replica
 

@@ -189,8 +189,8 @@ class WeightSync:
         if not allowed:
             raise Unfit(
                 f"{link.server.url} must hold the trainer's weights at the start, of "
-                f"the digest {goal.digest}, got {status.digest or 'none'}; start it "
-                "with the model of this run, or set `rollout.load_weights=true` to "
+                f"the digest {goal.digest}, got {status.digest or 'none'}; restart it "
+                "if another run has used it, or set `rollout.load_weights=true` to "
                 "have them loaded into it."
             )
         held = status.version
@@ -198,7 +198,10 @@ class WeightSync:
         if held is not None and held <= goal.version:
             missing = self._history.between(held, goal.version) or []
             for path in missing:
-                body = await asyncio.to_thread(path.read_bytes)
+                try:
+                    body = await asyncio.to_thread(path.read_bytes)
+                except OSError:  # no longer there: all weights, then
+                    break
                 command = Command("update", nonce(), body=body)
                 status = await link.send(command, int(path.stem))
                 if status.reason is not None:
@@ -230,10 +233,20 @@ class _Goal:
         self._path: Path | None = None
 
     async def exported(self) -> Path:
-        """The directory with all weights, written once for all servers."""
+        """The directory with all weights, written once for all servers.
+
+        Raises:
+            Unfit: it cannot be written.
+        """
         async with self._lock:
             if self._path is None:
-                self._path = await asyncio.to_thread(self.weights.export)
+                try:
+                    self._path = await asyncio.to_thread(self.weights.export)
+                except OSError as error:
+                    raise Unfit(
+                        f"All weights must be written for servers to load, but: "
+                        f"{error}; see `rollout.share_dir`."
+                    ) from error
         return self._path
 
 

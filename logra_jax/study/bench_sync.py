@@ -14,40 +14,34 @@ Where trainer and server are one machine, files just written are read from memor
 a full push takes there is the least that it can take, and no network slows it down.
 """
 
-import contextlib
-import json
-import os
-import platform
 import shutil
-import signal
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from logra_jax.rollout.history import History
-from logra_jax.rollout.serve import LaunchError, launch
 from logra_jax.rollout.servers import Server, Servers
 from logra_jax.rollout.sync import Outcome, ServerReport, Weights, WeightSync
 from logra_jax.study.random_trainer import RandomTrainer
+from logra_jax.study.serving import (
+    Result,
+    connect,
+    describe,
+    run_bench,
+    server_urls,
+    setting,
+)
 from logra_jax.training.display import Display
 from logra_jax.training.schema import Config
-from logra_jax.training.serve import serve_options
 
 REPETITIONS = 5
-_QUICK = 30.0  # seconds for a call that moves no weights
 _SEND = "/update_weights_from_tensor"
 _ACKNOWLEDGE = "/weights_checker"
 _LOAD = "/update_weights_from_disk"
 
 Measured = dict[str, int | float]  # one push, in bytes and seconds
-Result = dict[str, Any]
 
 
 def bench_sync(config: Config, as_json: bool, *, repetitions: int = REPETITIONS) -> int:
@@ -70,17 +64,7 @@ def bench_sync(config: Config, as_json: bool, *, repetitions: int = REPETITIONS)
     """
     if repetitions < 1:
         raise ValueError(f"`--repeat` must be at least 1, got {repetitions}.")
-    # SIGTERM, like Ctrl-C, unwinds the stack: no server and no files stay behind.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        result = _bench(config, repetitions)
-    except LaunchError as error:
-        print(f"logra: {error}", file=sys.stderr)
-        return 1
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    print(json.dumps(result)) if as_json else _print_table(result)
-    return 0
+    return run_bench(lambda: _bench(config, repetitions), _print_table, as_json=as_json)
 
 
 def _bench(config: Config, repetitions: int) -> Result:
@@ -96,20 +80,14 @@ def _bench(config: Config, repetitions: int) -> Result:
     ):
         with display.phase("loading the model"):
             trainer = RandomTrainer(config, Path(scratch).resolve())
-        with _servers(config, display) as servers:
+        with server_urls(config, display) as urls, connect(config, urls) as servers:
+            servers.servers = tuple(_TimedServer(server) for server in servers.servers)
             with display.phase("pushing updates and all weights in turns"):
                 bench = _Bench(config, servers, trainer)
                 pushes = bench.measure(repetitions)
-            call = servers.servers[0].call("/server_info", deadline=_QUICK, retries=2)
-            info = servers.run(call)
+            described = describe(servers)
     return {
-        "device": f"{jax.devices()[0].device_kind}, {platform.machine()}",
-        "cores": os.cpu_count(),
-        "versions": {n: metadata.version(n) for n in ("logra-jax", "jax")}
-        | {"python": platform.python_version(), "sglang": str(info["version"])},
-        "servers": len(servers.servers),
-        "server_device": info.get("device"),
-        "tensor_parallel": info.get("tp_size"),
+        **described,
         "pause": config.rollout.pause,
         **trainer.setup,
         "repetitions": repetitions,
@@ -117,22 +95,6 @@ def _bench(config: Config, repetitions: int) -> Result:
         "digest": trainer.weights.digest,
         "verified": True,  # or an error was raised
     }
-
-
-@contextlib.contextmanager
-def _servers(config: Config, display: Display) -> Iterator[Servers]:
-    """The config's servers, or one that lives as long as this; their calls timed."""
-    rollout = config.rollout
-    with contextlib.ExitStack() as stack:
-        urls = rollout.urls
-        if not urls:
-            options = serve_options(config)
-            with display.phase(f"starting SGLang with {options.model_dir}"):
-                urls = [stack.enter_context(launch(options)).url]
-        key = os.environ.get(rollout.api_key_env)
-        servers = stack.enter_context(Servers(urls, api_key=key))
-        servers.servers = tuple(_TimedServer(server) for server in servers.servers)
-        yield servers
 
 
 class _TimedServer(Server):
@@ -310,14 +272,10 @@ def _print_table(result: Result) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
-    versions = ", ".join(f"{name} {v}" for name, v in result["versions"].items())
-    servers = result["servers"]
     console.print(
         f"{result['model']}, {result['weights'] / 1e6:.1f}M weights in "
         f"{result['dtype']}, updates of rank {result['rank']}, {result['bits']} bits\n"
-        f"to {servers} server{'s' if servers > 1 else ''} on {result['server_device']},"
-        f" tensor parallel {result['tensor_parallel']}, from {result['device']}, "
-        f"{result['cores']} cores\n{versions}",
+        f"to {setting(result)}",
         markup=False,
     )
     table = Table()

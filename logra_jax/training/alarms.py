@@ -97,7 +97,8 @@ def _kl(values: Values, limits: MonitorConfig, responses: int) -> Iterator[Alarm
 
 def _landed(values: Values, limits: MonitorConfig, responses: int) -> Iterator[Alarm]:
     del responses
-    if values.get("alpha", 0.0) == 0:
+    # Nothing was to land where all rewards, and so all advantages, were alike.
+    if values.get("alpha", 0.0) == 0 or values.get("update/sketch_norm") == 0:
         return
     changed = dict(_by_kind(values, "landed", "changed"))
     still = [kind for kind, share in changed.items() if share == 0]

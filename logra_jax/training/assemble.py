@@ -22,7 +22,7 @@ from logra_jax.models.tokenizer import ChatTokenizer
 from logra_jax.rl.rewards import ReasoningGymReward, RewardPool, Rewards
 from logra_jax.rl.tasks import Question, Task, draw, reasoning_gym_task
 from logra_jax.rollout.local import LocalEngine
-from logra_jax.rollout.sglang import SGLangEngine
+from logra_jax.rollout.sglang import SGLangEngine, room_for
 from logra_jax.rollout.types import Completions, Sampling, common_prefix
 from logra_jax.training.budget import build_budget
 from logra_jax.training.monitor import Monitor, build_monitor
@@ -156,11 +156,13 @@ def load_policy(
         encode_question(tokenizer, q, config.task.system_prompt)
         for q in (*task.train, *task.held_out)
     ]
-    longest, room = max(map(len, prompts)), config.rollout.max_new_tokens
-    if longest + room > shapes.max_positions:
+    longest, new = max(map(len, prompts)), config.rollout.max_new_tokens
+    unused = room_for(new) - new if config.rollout.engine == "sglang" else 0
+    if longest + new + unused > shapes.max_positions:
+        less = f", less {unused} that SGLang leaves unused" if unused else ""
         raise ValueError(
             "`rollout.max_new_tokens` and the longest prompt must fit the model's "
-            f"context of {shapes.max_positions} tokens, got {room} + {longest}."
+            f"context of {shapes.max_positions} tokens{less}, got {new} + {longest}."
         )
     engine = LocalEngine(
         graph,

@@ -62,12 +62,15 @@ class Batches:
             return Responses(questions, *answer)
 
         def wait() -> Completions:
+            is_ahead = index in self._ahead
             self.start(index)
             try:
                 return self._ahead.pop(index).result()
-            except ServerError:
+            except ServerError as error:
                 self.cancel()
-                raise
+                if not is_ahead or error.kind == "refused":
+                    raise
+            return wait()  # servers that failed it may have been healed since
 
         completions = self._remote.persist(index, weights, wait)
         return Responses(questions, completions, self._policy.decode(completions))

@@ -1,7 +1,9 @@
 """Checkpoints of a run with Orbax, and what a resumed run must agree with."""
 
+import contextlib
 import dataclasses
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,14 @@ def write_config(run_dir: Path, text: str) -> None:
     aside = run_dir / f".{CONFIG_FILE}.tmp"
     aside.write_text(text, encoding="utf-8")
     os.replace(aside, run_dir / CONFIG_FILE)
+
+
+def discard_start(run_dir: Path) -> None:
+    """Take back what a run that never began has left in its directory."""
+    (run_dir / CONFIG_FILE).unlink(missing_ok=True)
+    shutil.rmtree(run_dir / _DIRECTORY, ignore_errors=True)
+    with contextlib.suppress(OSError):  # not empty: somebody else's
+        run_dir.rmdir()
 
 
 def check_resumable(config: Config, stored: Config) -> None:

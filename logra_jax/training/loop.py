@@ -39,6 +39,7 @@ from logra_jax.training.checkpoint import (
     CONFIG_FILE,
     Checkpoints,
     check_resumable,
+    discard_start,
     write_config,
 )
 from logra_jax.training.config import load_config, to_yaml
@@ -84,7 +85,12 @@ def train(config: Config) -> int:
         # Only now: a start that was refused leaves no run behind.
         write_config(run_dir, to_yaml(config))
         del policy
-        return run.go(weights)
+        try:
+            return run.go(weights)
+        except ValueError:
+            if config.resume is None and not has_metrics(run_dir):
+                discard_start(run_dir)
+            raise
 
 
 def _choose_run_dir(config: Config) -> Path:
@@ -155,7 +161,9 @@ class _Run:
             if saved is not None:
                 with self._timed("checkpoint", "restoring the checkpoint"):
                     state = checkpoints.restore(state)
-            kept = self._kept_step(saved)
+            kept, begun = self._kept_step(saved), None
+            if saved is not None and (begun := self._unevaluated(saved)) is not None:
+                kept = saved - 1
             self.alarms = AlarmLog(self.run_dir, resume_step=kept)
             with (
                 _Interrupt() as interrupt,
@@ -164,6 +172,9 @@ class _Run:
             ):
                 if saved is None:
                     self._record(journal, 0, self._evaluate(state))
+                elif begun is not None:
+                    metrics = begun | self._evaluate(state)
+                    self._record(journal, int(state.step), metrics)
                 reached = self._reached()
                 while int(state.step) < train.steps and not (
                     interrupt or reached or self.lost
@@ -172,7 +183,7 @@ class _Run:
                     if metrics is None:
                         break
                     step = int(state.step)
-                    if step % train.eval_every == 0 or step == train.steps:
+                    if self._is_evaluated(step):
                         metrics |= self._evaluate(state)
                     self._record(journal, step, metrics)
                     reached = self._reached(metrics)
@@ -184,13 +195,14 @@ class _Run:
             if interrupt:
                 self.display.note(
                     f"stopped by {interrupt.name} after step {int(state.step)}, all of "
-                    f"it saved; continue with resume={self.run_dir}"
+                    f"it saved; continue with the same command and "
+                    f"resume={self.run_dir}"
                 )
                 return 128 + interrupt.number
             if self.lost:
                 raise ValueError(
                     f"{self.lost} The run is saved up to step {int(state.step)}; "
-                    f"continue with resume={self.run_dir}."
+                    f"continue with the same command and resume={self.run_dir}."
                 )
         if reached and int(state.step) < train.steps:
             self.display.note(
@@ -242,7 +254,7 @@ class _Run:
         share_dir = self.config.rollout.share_dir
         if share_dir is None:
             return self.run_dir.absolute()
-        return Path(share_dir).absolute() / self.run_dir.name
+        return Path(share_dir).absolute() / self.run_dir.resolve().name
 
     def _kept_step(self, saved: int | None) -> int | None:
         """The journal's last step to keep; None for a journal that is not there yet."""
@@ -252,6 +264,21 @@ class _Run:
             return saved
         # Killed before its first checkpoint: the run begins again, journal and all.
         return -1 if has_metrics(self.run_dir) else None
+
+    def _is_evaluated(self, step: int) -> bool:
+        train = self.config.train
+        return step % train.eval_every == 0 or step == train.steps
+
+    def _unevaluated(self, step: int) -> dict[str, float] | None:
+        """The journal's row of a step whose evaluation is due and missing, if it is.
+
+        The servers were lost before it, or the run is to end at that step only now.
+        """
+        rows = [row for row in read_metrics(self.run_dir) if row["step"] == step]
+        row = rows[0] if rows else {}
+        if "heldout/sampled" in row or not self._is_evaluated(step):
+            return None
+        return {name: value for name, value in row.items() if name != "step"}
 
     def _update(
         self, state: TrainState, batches: Batches

@@ -115,10 +115,18 @@ class Remote:
             ServerError: none came back in ``rollout.patience`` seconds, or it is not
                 for the loss of servers that ``work`` failed.
         """
+        first = None  # failure
         while True:
             try:
                 return work()
             except ServerError as error:
+                if self._servers.router and error.kind == "unreachable":
+                    # Which of the servers it was, or the router, nobody knows.
+                    first = first or time.monotonic()
+                    if time.monotonic() - first > self._config.rollout.patience:
+                        raise
+                    for server in self._servers.servers:
+                        server.ready = False
                 if error.kind == "refused" or self._usable():
                     raise
                 self._await_servers(version, weights, error)
@@ -152,6 +160,7 @@ class Remote:
         model = nnx.merge(self._graph, self._probes, weights)
 
         def export() -> Path:
+            shutil.rmtree(self._share, ignore_errors=True)  # of a run that was killed
             directory = self._share / f"{version:06d}"
             dtype = self._config.model.dtype
             return save_decoder(model, directory, source=self._source, dtype=dtype)

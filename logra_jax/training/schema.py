@@ -180,8 +180,14 @@ class RolloutConfig:
                 "name a server when `rollout.engine` is sglang",
                 "`logra serve` starts one and prints its URL",
             )
+            # Only here: most configs load without it.
+            from logra_jax.rollout.servers import base_url
+
+            bases = {base_url("rollout.urls", url) for url in self.urls}
+            if self.router is not None:
+                base_url("rollout.router", self.router)
             require(
-                len({url.rstrip("/") for url in self.urls}) == len(self.urls),
+                len(bases) == len(self.urls),
                 "rollout.urls",
                 self.urls,
                 "name each server once",

@@ -319,6 +319,18 @@ def test_started_batch_runs_beside_and_can_be_cancelled(fake_server):
         check(kept.result(timeout=10), PROMPTS)
 
 
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_close_aborts_what_is_outstanding(fake_server, is_cancelled):
+    fake = fake_server(lambda path, _: "hang" if path == "/generate" else {})
+    with Servers([fake.url]) as servers:
+        future = engine_of(servers).start(PROMPTS, SAMPLING, KEY)
+        while fake.paths().count("/generate") < len(PROMPTS):
+            time.sleep(0.01)
+        if is_cancelled:
+            future.cancel()
+    assert fake.paths().count("/abort_request") == len(PROMPTS)
+
+
 def test_cancelled_batch_leaves_room_for_the_next(fake_server):
     hang = [True]
 

@@ -425,6 +425,16 @@ def test_the_cache_goes_with_the_weights_unless_requests_go_on_over_it(connect, 
     assert not bodies[UPDATE]["abort_all_requests"]
 
 
+@pytest.mark.parametrize("pause", ["retract", "in_place", "abort"])
+def test_the_cache_goes_with_weights_that_are_replaced(connect, pause):
+    """Or a run that begins again would find what an earlier one left at its version."""
+    pair = connect(pause=pause)
+    pair.reals[0].tensors["b.weight"][0, 0] += 1
+    assert pair.push()[0].outcome == "loaded"
+    bodies = {path: body for path, body, _ in pair.reals[0].fake.requests}
+    assert bodies[LOAD]["flush_cache"]
+
+
 def test_a_server_that_missed_updates_gets_them_in_order(connect):
     pair = connect()
     pair.trainer.step()
@@ -560,6 +570,34 @@ def test_a_load_that_did_not_bring_the_weights_is_seen(connect):
     assert report.outcome == "lost"
     assert "after all weights were loaded, but it holds" in report.message
     pair.check()
+    # The requests that it has end: what they give is of no version.
+    assert pair.reals[0].label == "unknown"
+    assert pair.reals[0].calls[-2:] == [LABEL, CONTINUE]
+    assert pair.revive()[0].outcome == "loaded"
+    pair.check()
+
+
+def test_an_update_that_cannot_be_read_is_all_weights(connect):
+    pair = connect()
+    pair.trainer.step()
+    pair.trainer.history.between(0, 1)[0].unlink()
+    assert pair.push()[0].outcome == "loaded"
+    pair.check()
+
+
+def test_weights_that_cannot_be_written_lose_the_server_and_not_the_run(connect):
+    pair = connect(number=2)
+    pair.reals[0].tensors["b.weight"][0, 0] += 1
+
+    def export():
+        raise OSError("No space left on device")
+
+    blob = pair.trainer.step()
+    full = dataclasses.replace(pair.trainer.state(), export=export)
+    first, second = pair.sync.push(full, blob)
+    assert (first.outcome, second.outcome) == ("lost", "pushed")
+    assert "No space left on device; see `rollout.share_dir`." in first.message
+    pair.check()
 
 
 # --- sessions, pauses
@@ -591,7 +629,7 @@ def test_an_update_whose_fate_is_unknown_is_not_sent_again(connect, when, fault)
     (report,) = pair.push()
     assert report.outcome == "lost"
     assert UPDATE in report.message
-    assert pair.reals[0].calls == [INFO, PAUSE, BEGIN, UPDATE, END, CONTINUE]
+    assert pair.reals[0].calls == [INFO, PAUSE, BEGIN, UPDATE, END, LABEL, CONTINUE]
     assert not pair.servers.servers[0].ready
     # It is asked what it holds before anything else is sent.
     (report,) = pair.revive()

@@ -1,12 +1,13 @@
 """Every fault of weight sync, each on a real server: none ends with wrong weights."""
 
 import base64
+import concurrent.futures
+import dataclasses
 import json
 import os
 import pickle
 import shutil
 import signal
-import threading
 import time
 import uuid
 
@@ -16,7 +17,7 @@ import safetensors.numpy
 
 import logra_jax.rollout.link as link_module
 from logra_jax.rollout.protocol import LOADER, STATUS_QUERY, Command, read_statuses
-from logra_jax.rollout.servers import Servers
+from logra_jax.rollout.servers import ServerError, Servers
 from logra_jax.rollout.sglang import SGLangEngine
 from logra_jax.rollout.sync import WeightSync
 from logra_jax.rollout.types import Sampling
@@ -171,6 +172,14 @@ def test_weights_that_somebody_else_changed_are_found_and_loaded(pair, tmp_path)
     assert holds(servers, sender)
 
 
+def test_a_trainer_that_is_refused_leaves_another_ones_server_in_step(pair):
+    sender, sync, servers, _ = pair
+    assert push(sync, sender).outcome == "pushed"
+    status = give(servers, Command("identify", "n", known={"0" * 16: 7}).entries(1))
+    assert (status.version, status.digest) == (1, sender.state().digest)
+    assert push(sync, sender).outcome == "pushed"
+
+
 def test_a_session_that_a_dead_trainer_left_open_is_closed(pair):
     sender, sync, servers, _ = pair
     call(servers, "/begin_weight_update", {})
@@ -196,26 +205,22 @@ def slow_down(servers: Servers, seconds: float | None) -> None:
 
 def while_generating(servers: Servers, sender, work, new: int = 60):
     """``work`` done while requests run; what they came to."""
-    results = []
     slow_down(servers, 0.05)
-    thread = threading.Thread(
-        target=lambda: results.append(generate(servers, sender, new))
-    )
-    thread.start()
-    try:
-        end = time.monotonic() + 60
-        while True:
-            loads = call(servers, "/v1/loads")["loads"]
-            if sum(load["num_running_reqs"] for load in loads) == len(PROMPTS):
-                break
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        time.sleep(0.3)
-        work()
-    finally:
-        slow_down(servers, None)
-        thread.join()
-    (completions,) = results
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        future = threads.submit(generate, servers, sender, new)
+        try:
+            end = time.monotonic() + 60
+            while True:
+                loads = call(servers, "/v1/loads")["loads"]
+                if sum(load["num_running_reqs"] for load in loads) == len(PROMPTS):
+                    break
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            time.sleep(0.3)
+            work()
+        finally:
+            slow_down(servers, None)
+        completions = future.result()
     assert (completions.lengths == new).all()
     return completions
 
@@ -248,7 +253,7 @@ def test_requests_survive_a_push_and_say_which_version_made_each_token(pair, pau
 
 
 @pytest.mark.parametrize("pause", ["retract", "in_place", "abort"])
-def test_no_prefix_of_older_weights_is_used_after_a_push(pair, pause):
+def test_no_prefix_of_older_weights_is_used_after_a_push(pair, tmp_path, pause):
     sender, _, servers, _ = pair
     sync = WeightSync(servers, sender.updates.history, pause=pause, deadline=60.0)
     sync.connect(sender.state())
@@ -277,6 +282,34 @@ def test_no_prefix_of_older_weights_is_used_after_a_push(pair, pause):
     assert push(sync, sender).outcome == "pushed"
     assert generate() == 0
     assert generate() > 0
+
+    # Nor what an earlier run left at the version that another begins at.
+    assert push(sync, sender).outcome == "pushed"
+    other = type(sender)(sender.source, sender.dtype, tmp_path / "other")
+    other.step()
+    sync = WeightSync(servers, other.updates.history, pause=pause, deadline=60.0)
+    assert sync.connect(other.state(), load=True)[0].outcome == "loaded"
+    assert server.version == 1
+    assert generate() == 0
+
+
+def test_what_a_server_samples_after_it_was_lost_is_not_taken(pair, tmp_path):
+    """Its requests go on, over weights that could not be brought to the trainer's."""
+    sender, _, servers, _ = pair
+    sync = WeightSync(servers, sender.updates.history, pause="in_place", deadline=60.0)
+    sender.step()
+    sender.updates.history._links.clear()
+    blob = sender.step()
+    nothing = dataclasses.replace(sender.state(), export=lambda: tmp_path / "nothing")
+    outcomes = []
+    with pytest.raises(ServerError, match="no longer holds the trainer's weights"):
+        while_generating(
+            servers, sender, lambda: outcomes.extend(sync.push(nothing, blob))
+        )
+    assert [report.outcome for report in outcomes] == ["lost"]
+    assert sync.revive(sender.state())[0].outcome == "loaded"
+    assert holds(servers, sender)
+    assert (generate(servers, sender, 4).versions == 2).all()
 
 
 def test_a_flush_that_is_refused_is_no_reason_to_send_the_update_again(

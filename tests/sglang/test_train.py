@@ -195,7 +195,7 @@ def test_a_run_without_its_servers_ends_saved_and_resumes(
     assert process.returncode == 2
     (line,) = [line for line in error.splitlines() if line.startswith("logra: ")]
     assert "No server is left" in line
-    assert f"continue with resume={run}" in line
+    assert f"and resume={run}." in line
     done = len(metrics(run))
     again = start_server(model, "float32")
     urls = f"rollout.urls=[{again.url}]"

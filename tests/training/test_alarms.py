@@ -117,6 +117,9 @@ def test_an_update_that_did_not_move_is_not_also_small():
         "landed/q_proj/cosine": math.nan,
     }
     assert names(nothing) == ["landed_nothing"]
+    # Rewards that are all alike give no gradient: nothing is wrong with its landing.
+    assert names(nothing | {"update/sketch_norm": 0.0}) == []
+    assert names(nothing | {"update/sketch_norm": 0.1}) == ["landed_nothing"]
 
 
 @pytest.mark.parametrize(

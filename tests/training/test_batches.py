@@ -203,13 +203,29 @@ def test_a_batch_that_was_lost_is_asked_for_again_with_all_that_follow():
     train(batches, engine, range(1))
     assert engine.log == [
         *(("start", i) for i in range(3)),
-        ("back", 0),
         ("start", 0),
         ("took", 0),
         ("start", 1),
         ("start", 2),
     ]
     assert [future.cancelled() for future in engine.futures[:3]] == [False, True, True]
+
+
+def test_a_batch_that_failed_before_servers_were_healed_does_not_end_the_run():
+    """An update heals what failed a batch ahead: nobody has to wait for servers."""
+    batches, engine = make_batches(1, 3)
+    engine.is_slow = True
+    batches.start_ahead(0)
+    engine.futures[0].set_exception(ServerError("http://a", "unreachable", "Gone."))
+    engine.is_slow = False
+    batches.take(1, WEIGHTS)
+    assert engine.log == [("start", 1), ("start", 1)]  # and nothing was waited for
+    engine.is_slow = True
+    batches.start_ahead(1)
+    engine.futures[-1].set_exception(ServerError("http://a", "refused", "No."))
+    engine.is_slow = False
+    batches.take(2, WEIGHTS)
+    assert engine.log[2:] == [("start", 2), ("back", 2), ("start", 2)]
 
 
 def test_cancelling_gives_up_what_is_under_way():

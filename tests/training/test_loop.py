@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import os
 import re
 import shutil
@@ -141,6 +142,23 @@ def test_a_signal_saves_and_the_run_can_go_on(
     assert [row["step"] for row in read_metrics(run_dir)] == list(range(done + 2))
 
 
+@pytest.mark.parametrize("is_whole_row", [False, True])
+def test_an_evaluation_that_was_lost_is_made_up_for(tiny_run: Run, is_whole_row: bool):
+    """Lost with the servers; or its row, by a run that was killed in doing so."""
+    run_dir = tiny_run("run")
+    before = journal(run_dir)
+    path = run_dir / "metrics.jsonl"
+    *lines, last = path.read_text().splitlines()
+    row = {k: v for k, v in json.loads(last).items() if "heldout" not in k}
+    lines += [] if is_whole_row else [json.dumps(row)]
+    path.write_text("".join(line + "\n" for line in lines))
+    tiny_run("unused", f"resume={run_dir}")
+    after = journal(run_dir)
+    assert after[:-1] == before[:-1]
+    names = [k for k in before[-1] if "heldout" in k or not is_whole_row]
+    assert {k: after[-1].get(k) for k in names} == {k: before[-1][k] for k in names}
+
+
 def test_a_run_killed_before_its_first_checkpoint_begins_again(tiny_run: Run):
     run_dir = tiny_run("run")
     before = journal(run_dir)
@@ -203,6 +221,25 @@ BAD = {
     "model.path=nowhere": "model.path",
     "resume=nowhere": "resume",
 }
+
+
+def test_a_prompt_that_fits_here_but_not_in_sglang_is_refused_at_the_start(
+    tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    command = ["train", str(tiny_config), f"run_dir={tmp_path / 'run'}"]
+    assert main([*command, "rollout.max_new_tokens=100000"]) == 2
+    found = re.search(r"context of (\d+) .* got 100000 \+ (\d+)", _error(capsys))
+    assert found
+    new = int(found[1]) - int(found[2])  # all that is left of the context
+    sglang = ["rollout.engine=sglang", "rollout.urls=[http://127.0.0.1:9]"]
+    assert main([*command, *sglang, f"rollout.max_new_tokens={new}"]) == 2
+    assert "less 2 that SGLang leaves unused" in _error(capsys)
+    assert main([*command, *sglang, f"rollout.max_new_tokens={new - 2}"]) == 2
+    assert "127.0.0.1:9 cannot be reached" in _error(capsys)
+
+
+def _error(capsys: pytest.CaptureFixture) -> str:
+    return capsys.readouterr().err
 
 
 @pytest.mark.parametrize("override", BAD)
