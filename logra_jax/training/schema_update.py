@@ -74,7 +74,8 @@ class KLConfig:
     estimator: Literal["jvp", "difference", "engine"] = "jvp"
     """How the KL is predicted: by forward-mode differentiation, by probes of a finite
     size, or by such probes against the engine's log-probs, less their mismatch. The
-    last sees sampled tokens only and scatters more: give it a larger `share`."""
+    last sees sampled tokens only and scatters more: give it a larger `share`, and no
+    `rollout.top_k`, which biases it."""
     share: float = 0.125
     """Share of the batch's responses on which it is predicted; at least one, spread
     evenly over the batch, and so over prompts."""

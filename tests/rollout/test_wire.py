@@ -208,7 +208,7 @@ assert replica.digest != oracle.digest
 replica.apply(encode(Update(
     base_version=6, version=7, seed=3, step=6, kind="rademacher", refresh=True,
     rounding="stochastic", base_digest=replica.digest, digest=oracle.digest,
-    digests={{name: oracle._digests[name].word}}, factors={{name: factor}},
+    digests={{name: oracle.digests[name].word}}, factors={{name: factor}},
 )))
 assert replica.digest == oracle.digest and replica.version == 7
 print("moved", sorted({{"jax", "torch"}} & set(sys.modules)))
