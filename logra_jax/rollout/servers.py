@@ -8,6 +8,7 @@ looks like a server that died, and a weight update must never be sent twice.
 
 import asyncio
 import concurrent.futures
+import io
 import json
 import random
 import threading
@@ -117,7 +118,9 @@ class Server:
             async with self._session.client.request(
                 "GET" if body is None else "POST",
                 self.url + path,
-                json=body,
+                # As a stream: a large body is then sent in parts, between other work.
+                data=None if body is None else io.BytesIO(json.dumps(body).encode()),
+                headers=None if body is None else {"Content-Type": "application/json"},
                 allow_redirects=False,
             ) as response:
                 status, content = response.status, await response.read()
