@@ -1,4 +1,4 @@
-"""The `logra` command: train, serve, eval, export, fidelity, spectrum, bench.
+"""The `logra` command: train, serve, eval, export, plan, fidelity, spectrum, bench.
 
 This module imports nothing heavy: `--help` is instant, and spawned reward workers,
 which import the main module again, start without JAX.
@@ -10,75 +10,8 @@ import sys
 from collections.abc import Sequence
 
 import logra_jax
+from logra_jax import cli_examples as examples
 
-_TRAIN_EXAMPLES = """\
-examples:
-  logra train configs/quickstart.yaml
-  logra train configs/quickstart.yaml train.steps=2 run_dir=runs/try
-  logra train configs/quickstart.yaml sketch.rank=64 kl.budget=constant kl.start=5e-3
-  logra train configs/quickstart.yaml resume=runs/quickstart-20260101-120000
-"""
-_SERVE_EXAMPLES = """\
-examples:
-  logra serve configs/quickstart.yaml serve.python=sgl/bin/python
-  logra serve configs/quickstart.yaml serve.tp=2 'serve.args=[--log-level, debug]'
-then, in another terminal:
-  logra train configs/quickstart.yaml rollout.engine=sglang \\
-      'rollout.urls=[http://127.0.0.1:30000]'
-"""
-_EVAL_EXAMPLES = """\
-examples:
-  logra eval configs/quickstart.yaml eval.samples=1024
-  logra eval runs/quickstart-20260101-120000
-"""
-_EXPORT_EXAMPLES = """\
-example:
-  logra export runs/quickstart-20260101-120000 my-model
-"""
-_REPLAY_EXAMPLES = """\
-examples:
-  logra train configs/quickstart.yaml train.save_updates=true run_dir=runs/kept
-  logra replay path/to/base-model runs/kept/updates my-model
-"""
-_BENCH_EXAMPLES = """\
-examples:
-  logra bench rollout configs/quickstart.yaml
-  logra bench rollout configs/quickstart.yaml rollout.max_new_tokens=64 --json
-  logra bench merge configs/quickstart.yaml
-"""
-_SYNC_EXAMPLES = """\
-The weights of the servers at rollout.urls are changed, and left so. Where there are
-none, a server is started as the section `serve` says, and stopped. All weights go
-through files in rollout.share_dir (null: the temporary directory), which the servers
-must see too; on one machine, files just written are read from memory.
-
-examples:
-  logra bench sync configs/quickstart.yaml serve.python=sgl/bin/python
-  logra bench sync configs/quickstart.yaml --repeat 9 --json \\
-      rollout.engine=sglang 'rollout.urls=[http://127.0.0.1:30000]'
-"""
-_OVERLAP_EXAMPLES = """\
-The config is trained twice, for a few steps each: one batch ahead and synchronously.
-The weights of the servers at rollout.urls are changed, and left so. Where there are
-none, a server is started as the section `serve` says, and stopped. Run directories are
-made in rollout.share_dir (null: the temporary directory), and removed.
-
-examples:
-  logra bench overlap configs/quickstart.yaml serve.python=sgl/bin/python
-  logra bench overlap configs/quickstart.yaml --steps 12 --json \\
-      rollout.pause=in_place rollout.engine=sglang \\
-      'rollout.urls=[http://127.0.0.1:30000]'
-"""
-_FIDELITY_EXAMPLES = """\
-examples:
-  logra fidelity
-  logra fidelity --rank 4 8 16 32 --seeds 1 --plot fidelity.png
-"""
-_SPECTRUM_EXAMPLES = """\
-examples:
-  logra spectrum configs/quickstart.yaml
-  logra spectrum configs/quickstart.yaml sketch.rank=64 --energy 0.8 0.99 --json
-"""
 # Modules that an extra brings: the package each comes from, and the extra.
 _EXTRAS = {
     "aiohttp": ("aiohttp", "train,sglang"),
@@ -104,7 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments after the program's name; None takes them from the shell.
     """
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    # Overrides on both sides of an option: argparse takes those on one side only.
+    is_override = all("=" in text and not text.startswith("-") for text in rest)
+    if rest and not (is_override and hasattr(args, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides += rest
     try:
         return args.run(args)
     except (ValueError, ModuleNotFoundError) as error:
@@ -162,6 +102,32 @@ def _replay(args: argparse.Namespace) -> int:
     from logra_jax.rollout.follow import replay_command
 
     return replay_command(args.model_dir, args.updates, args.out_dir)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from logra_jax.training.config import load_config
+
+    config = load_config(args.config, args.overrides)
+
+    from logra_jax.study.plan import plan_command
+
+    return plan_command(
+        config,
+        devices=args.devices,
+        tokens=args.tokens,
+        card=args.card,
+        as_json=args.json,
+    )
+
+
+def _bench_step(args: argparse.Namespace) -> int:
+    from logra_jax.training.config import load_config
+
+    config = load_config(args.config, args.overrides)
+
+    from logra_jax.study.bench_step import bench_step
+
+    return bench_step(config, tokens=args.tokens, repeat=args.repeat, as_json=args.json)
 
 
 def _bench_rollout(args: argparse.Namespace) -> int:
@@ -235,12 +201,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    train = _command(commands, "train", "train a model", _TRAIN_EXAMPLES)
+    train = _command(commands, "train", "train a model", examples.TRAIN)
     train.set_defaults(run=_train)
     _add_config(train)
 
     serve = _command(
-        commands, "serve", "serve a model with SGLang, for training", _SERVE_EXAMPLES
+        commands, "serve", "serve a model with SGLang, for training", examples.SERVE
     )
     serve.set_defaults(run=_serve)
     _add_config(serve)
@@ -249,7 +215,7 @@ def _parser() -> argparse.ArgumentParser:
         commands,
         "eval",
         "measure held-out accuracy of a model or a run",
-        _EVAL_EXAMPLES,
+        examples.EVAL,
     )
     evaluate.set_defaults(run=_eval)
     evaluate.add_argument(
@@ -261,7 +227,7 @@ def _parser() -> argparse.ArgumentParser:
         commands,
         "export",
         "write a run's model as a Hugging Face directory",
-        _EXPORT_EXAMPLES,
+        examples.EXPORT,
     )
     export.set_defaults(run=_export)
     export.add_argument("run_dir", metavar="RUN_DIR", help="a run directory")
@@ -271,7 +237,7 @@ def _parser() -> argparse.ArgumentParser:
         commands,
         "fidelity",
         "measure how well sketches reconstruct, against theory and paper",
-        _FIDELITY_EXAMPLES,
+        examples.FIDELITY,
     )
     fidelity.set_defaults(run=_fidelity)
     fidelity.add_argument(
@@ -291,7 +257,7 @@ def _parser() -> argparse.ArgumentParser:
         commands,
         "spectrum",
         "find the rank that real gradients of a model and task need",
-        _SPECTRUM_EXAMPLES,
+        examples.SPECTRUM,
     )
     spectrum.set_defaults(run=_spectrum)
     _add_config(spectrum)
@@ -315,24 +281,26 @@ def _parser() -> argparse.ArgumentParser:
         commands,
         "replay",
         "apply a run's saved updates to the model it began from",
-        _REPLAY_EXAMPLES,
+        examples.REPLAY,
     )
     replay.set_defaults(run=_replay)
     replay.add_argument("model_dir", metavar="MODEL_DIR", help="the model before")
     replay.add_argument("updates", metavar="UPDATES", help="a directory, or one file")
     replay.add_argument("out_dir", metavar="OUT_DIR", help="the directory to write")
 
+    _add_plan(commands, "plan", "say what a run holds on each device", examples.PLAN)
+
     bench = commands.add_parser("bench", help="measure speed")
     benches = bench.add_subparsers(metavar="WHAT", required=True)
     rollout = _command(
-        benches, "rollout", "sampling against transformers' generate", _BENCH_EXAMPLES
+        benches, "rollout", "sampling against transformers' generate", examples.BENCH
     )
     rollout.set_defaults(run=_bench_rollout)
     _add_config(rollout)
     rollout.add_argument("--json", action="store_true", help="print one JSON object")
 
     merge = _command(
-        benches, "merge", "landing an update, as a share of its step", _BENCH_EXAMPLES
+        benches, "merge", "landing an update, as a share of its step", examples.BENCH
     )
     merge.set_defaults(run=_bench_merge)
     _add_config(merge)
@@ -341,11 +309,31 @@ def _parser() -> argparse.ArgumentParser:
     )
     merge.add_argument("--json", action="store_true", help="print one JSON object")
 
+    step = _command(
+        benches, "step", "an update against AdamW, LoRA and GaLore", examples.STEP
+    )
+    step.set_defaults(run=_bench_step)
+    _add_config(step)
+    step.add_argument(
+        "--tokens", type=int, default=2048, help="in an update (default: 2048)"
+    )
+    step.add_argument(
+        "--repeat", type=int, default=5, metavar="N", help="of each kind (default: 5)"
+    )
+    step.add_argument("--json", action="store_true", help="print one JSON object")
+
+    _add_plan(
+        benches,
+        "plan",
+        "memory of an update of each kind, and how long it takes to compile",
+        examples.PLAN.replace("logra plan configs", "logra bench plan configs"),
+    )
+
     sync = _command(
         benches,
         "sync",
         "sending updates to SGLang servers, against sending all weights",
-        _SYNC_EXAMPLES,
+        examples.SYNC,
     )
     sync.set_defaults(run=_bench_sync)
     _add_config(sync)
@@ -358,7 +346,7 @@ def _parser() -> argparse.ArgumentParser:
         benches,
         "overlap",
         "training with the next batch sampled during an update, against without",
-        _OVERLAP_EXAMPLES,
+        examples.OVERLAP,
     )
     overlap.set_defaults(run=_bench_overlap)
     _add_config(overlap)
@@ -373,19 +361,44 @@ def _command(
     commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
     name: str,
     description: str,
-    examples: str,
+    epilog: str,
 ) -> argparse.ArgumentParser:
     command = commands.add_parser(
         name,
         help=description,
         description=f"{description[0].upper()}{description[1:]}.",
-        epilog=examples,
+        epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument(
         "--traceback", action="store_true", help="show where bad input was found"
     )
     return command
+
+
+def _add_plan(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    description: str,
+    epilog: str,
+) -> None:
+    plan = _command(commands, name, description, epilog)
+    plan.set_defaults(run=_plan)
+    _add_config(plan)
+    plan.add_argument(
+        "--devices", type=int, metavar="N", help="default: those of the config's mesh"
+    )
+    plan.add_argument(
+        "--tokens",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="of a microbatch on each device (default: 4096)",
+    )
+    plan.add_argument(
+        "--card", metavar="NAME|GiB", help="that it should fit (default: all known)"
+    )
+    plan.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _add_config(command: argparse.ArgumentParser) -> None:

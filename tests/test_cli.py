@@ -55,6 +55,16 @@ def test_bench_takes_its_flag_on_either_side_of_the_overrides(config, calls):
     ] * 2
 
 
+def test_overrides_may_stand_on_both_sides_of_an_option(config, calls, capsys):
+    cli.main(["bench", "rollout", config, "seed=1", "--json", "kl.share=0.5"])
+    cli.main(["bench", "rollout", config, "--json", "seed=1", "kl.share=0.5"])
+    assert [(c.seed, c.kl.share, json) for _, c, json in calls] == [(1, 0.5, True)] * 2
+    for rest in (["word"], ["--colour=red"]):
+        with pytest.raises(SystemExit):
+            cli.main(["bench", "rollout", config, "--json", *rest])
+        assert f"unrecognized arguments: {rest[0]}" in capsys.readouterr().err
+
+
 def test_eval_and_export_pass_their_arguments_on(calls):
     assert cli.main(["eval", "runs/a", "eval.samples=9"]) == 7
     assert cli.main(["export", "runs/a", "out"]) == 7
@@ -125,7 +135,18 @@ def test_wrong_usage_exits_with_2(argv, capsys):
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "eval", "export", "fidelity", "spectrum", "bench rollout"]
+    "command",
+    [
+        "train",
+        "eval",
+        "export",
+        "plan",
+        "fidelity",
+        "spectrum",
+        "bench rollout",
+        "bench step",
+        "bench plan",
+    ],
 )
 def test_help_has_an_example(command, capsys):
     with pytest.raises(SystemExit) as exit_info:

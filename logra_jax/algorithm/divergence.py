@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32
 
+from logra_jax.algorithm.parallel import AxisNames, total
+
 Head = Callable[[Array], Array]
 
 _NEAR = 0.25  # below, five terms of exp_excess's series are exact to 4e-7
@@ -24,17 +26,20 @@ def realised_kl(
     *,
     temperature: float | Array = 1.0,
     chunk: int = 256,
+    axis_name: AxisNames = None,
 ) -> Float32[Array, ""]:
     """``KL(p_before || p_after)`` in nats per token, in chunks like predict_kl.
 
     Both policies share ``head``. Use float32 hidden states: bfloat16 activations put a
-    floor of several 1e-4 nats under it. NaN for an empty mask.
+    floor of several 1e-4 nats under it. NaN for an empty mask. With ``axis_name`` the
+    mean is over the tokens of all devices along those mesh axes.
     """
 
     def kl(args):
         return divergence(*(log_policy(head(h), temperature) for h in args))
 
-    return masked_mean(map_chunks(kl, (hidden_before, hidden_after), chunk), mask)
+    values = map_chunks(kl, (hidden_before, hidden_after), chunk)
+    return masked_mean(values, mask, axis_name)
 
 
 def sampled_kl(
@@ -134,8 +139,11 @@ def map_chunks(
 def masked_mean(
     values: Float[Array, "*tokens"],
     mask: Bool[Array, "*tokens"] | Float[Array, "*tokens"],
+    axis_name: AxisNames = None,
 ) -> Float32[Array, ""]:
     """Mean weighted by ``mask``; NaN where it is empty, never from padding."""
     mask = mask.astype(jnp.float32)
     # where, not a product: padding may hold what is not finite
-    return jnp.sum(jnp.where(mask > 0, values * mask, 0.0)) / jnp.sum(mask)
+    sums = jnp.sum(jnp.where(mask > 0, values * mask, 0.0)), jnp.sum(mask)
+    value, count = total(sums, axis_name)
+    return value / count

@@ -1,6 +1,6 @@
 """Updates land on full weights: lift the factor, add, round, in place."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Float32, Int8, Int32, Shaped, UInt32
 from logra_jax.algorithm.arrays import jax_library
 from logra_jax.algorithm.basis import Basis, basis_entries
 from logra_jax.algorithm.factor import lift, quantise
+from logra_jax.algorithm.parallel import Split, offset, own_part, parts, total
 from logra_jax.algorithm.rounding import (
     ROUNDINGS,
     land,
@@ -56,6 +57,7 @@ def merge(
     basis: Basis,
     *,
     rounding: str = "stochastic",
+    splits: Mapping[str, Split] | None = None,
 ) -> nnx.State:
     """``W <- W + (U A)ᵀ`` for every sketched layer; the step in each address moves on.
 
@@ -77,6 +79,9 @@ def merge(
             16 bits first; or the factors that :func:`logra_jax.quantise` makes of them.
         basis: the rule given to :func:`logra_jax.sketch`.
         rounding: ``"stochastic"`` or ``"nearest"``; float32 kernels need neither.
+        splits: inside ``jax.shard_map``, how each kernel lies on the mesh, by dotted
+            path of its layer; updates are whole. A device changes its own part, to the
+            bits that it has in the whole.
 
     Returns:
         ``weights`` with kernels and addresses replaced, dtypes kept.
@@ -94,7 +99,7 @@ def merge(
         >>> logra.merge(weights, updates, logra.Basis())["kernel"].shape
         (8, 4)
     """
-    return _merge(weights, updates, basis, rounding, measure=False)[0]
+    return _merge(weights, updates, basis, rounding, splits or {}, measure=False)[0]
 
 
 def merge_measured(
@@ -103,13 +108,20 @@ def merge_measured(
     basis: Basis,
     *,
     rounding: str = "stochastic",
+    splits: Mapping[str, Split] | None = None,
 ) -> tuple[nnx.State, dict[str, Landing]]:
     """:func:`merge`, and how much of the update landed, by dotted path of the layer."""
-    return _merge(weights, updates, basis, rounding, measure=True)
+    return _merge(weights, updates, basis, rounding, splits or {}, measure=True)
 
 
 def _merge(
-    weights: nnx.State, updates: nnx.State, basis: Basis, rounding: str, measure: bool
+    weights: nnx.State,
+    updates: nnx.State,
+    basis: Basis,
+    rounding: str,
+    splits: Mapping[str, Split],
+    *,
+    measure: bool,
 ) -> tuple[nnx.State, dict[str, Landing]]:
     if rounding not in ROUNDINGS:
         raise ValueError(f"`rounding` must be one of {ROUNDINGS}, got {rounding!r}.")
@@ -118,21 +130,22 @@ def _merge(
     landings = {}
     for layer in sorted({path[:-1] for path in factors}):
         integers, exponents = (factors[*layer, n] for n in ("integers", "exponents"))
-        _check_layer(flat, layer, integers.shape)
+        split = splits.get(".".join(map(str, layer)), Split())
+        _check_layer(flat, layer, integers.shape, parts(split.outputs))
         w, words = flat[*layer, "kernel"], flat[*layer, "address"]
         kernel, landing = _merge_stack(
             w[...],
             integers[...],
             exponents[...],
             words[...],
-            basis,
-            rounding,
+            _Rule(basis, rounding, split),
             measure,
         )
         flat[*layer, "kernel"] = w.replace(kernel)
         flat[*layer, "address"] = words.replace(words[...].at[..., 1].add(1))
         if landing is not None:
-            landings[".".join(map(str, layer))] = landing
+            whole = total(landing, (*split.inputs, *split.outputs) or None)
+            landings[".".join(map(str, layer))] = whole
     return nnx.from_flat_state(flat), landings
 
 
@@ -149,7 +162,9 @@ def _factors(updates: nnx.State, basis: Basis) -> dict[tuple, nnx.Variable]:
     return dict(nnx.to_flat_state(quantise(updates, basis)))
 
 
-def _check_layer(flat: dict, layer: tuple, shape: tuple[int, ...]) -> None:
+def _check_layer(
+    flat: dict, layer: tuple, shape: tuple[int, ...], d_parts: int
+) -> None:
     name = ".".join(map(str, (*layer, "probe")))
     if (*layer, "kernel") not in flat or (*layer, "address") not in flat:
         raise ValueError(
@@ -158,6 +173,7 @@ def _check_layer(flat: dict, layer: tuple, shape: tuple[int, ...]) -> None:
         )
     w = flat[*layer, "kernel"]
     *stack, _, d = w.shape
+    d *= d_parts
     if shape[:-1] != (*stack, d):
         raise ValueError(
             f"`updates` must have the shapes of the probes, got {shape} for {name!r}, "
@@ -170,18 +186,57 @@ def _check_layer(flat: dict, layer: tuple, shape: tuple[int, ...]) -> None:
         )
 
 
+class _Rule(NamedTuple):
+    """How every matrix of a stack is merged."""
+
+    basis: Basis
+    rounding: str
+    split: Split
+
+
 def _merge_stack(
     kernel: Float[Array, "*stack k d"],
-    integers: Shaped[Array, "*stack d r"],
-    exponents: Int8[Array, "*stack d"],
+    integers: Shaped[Array, "*stack whole r"],
+    exponents: Int8[Array, "*stack whole"],
     addresses: UInt32[Array, "*stack 3"],
-    basis: Basis,
-    rounding: str,
+    rule: _Rule,
     measure: bool,
 ) -> tuple[Float[Array, "*stack k d"], Landing | None]:
+    *_, k, d = kernel.shape
+    outputs = rule.split.outputs
+    integers = integers.reshape(-1, d * parts(outputs), integers.shape[-1])
+    integers = own_part(integers, outputs, 1)
+    exponents = own_part(exponents.reshape(len(integers), -1), outputs, 1)
+    words = addresses.reshape(-1, 3)
+
+    def change(i: Array) -> Float32[Array, "k d"]:
+        return _lift(integers[i], exponents[i], words[i], rule, k)
+
+    return land_stack(
+        kernel, addresses, change, rule.rounding, rule.split, measure=measure
+    )
+
+
+def land_stack(
+    kernel: Float[Array, "*stack k d"],
+    addresses: UInt32[Array, "*stack 3"],
+    change: Callable[[Array], Array],
+    rounding: str,
+    split: Split,
+    *,
+    measure: bool,
+) -> tuple[Float[Array, "*stack k d"], Landing | None]:
+    """Add a change to every matrix of a stack, in place, one matrix at a time.
+
+    Args:
+        kernel: bfloat16 or float32; inside ``jax.shard_map`` this device's part.
+        addresses: of the whole matrices, for the bits of stochastic rounding.
+        change: index of a matrix in the flattened stack -> its change (k, d), float32.
+        rounding: one of ``ROUNDINGS``, of bfloat16.
+        split: how the kernel lies on the mesh.
+        measure: also return how much landed, of this device's part.
+    """
     *stack, k, d = kernel.shape
-    integers = integers.reshape(-1, d, integers.shape[-1])
-    exponents = exponents.reshape(-1, d)
     addresses = addresses.reshape(-1, 3)
     layers = addresses.shape[0]
 
@@ -192,11 +247,10 @@ def _merge_stack(
         def merge_layer(i: Array, carry: tuple[Array, Array, Array]):
             stacked, held, sums = carry
             w = lax.bitcast_convert_type(held, kernel.dtype)
-            before, after, change = _merge_matrix(
-                w, integers[i], exponents[i], addresses[i], basis, rounding
-            )
+            intended = change(i)
+            before, after = _land_matrix(w, intended, addresses[i], rounding, split)
             if measure:
-                sums = sums.at[i].set(_measure(before, after, change))
+                sums = sums.at[i].set(_measure(before, after, intended))
             w = lax.bitcast_convert_type(_narrow(after, kernel.dtype), stored)
             stacked = lax.dynamic_update_index_in_dim(stacked, w, i, 0)
             return stacked, take(stacked, jnp.minimum(i + 1, layers - 1)), sums
@@ -226,36 +280,54 @@ def _merge_stack(
     return stacked.reshape(kernel.shape), landing if measure else None
 
 
-def _merge_matrix(
-    w: Float[Array, "k d"],
+def _lift(
     integers: Shaped[Array, "d r"],
     exponents: Int8[Array, " d"],
     address: UInt32[Array, "3"],
-    basis: Basis,
-    rounding: str,
-) -> tuple[Int32[Array, "k d"], Int32[Array, "k d"], Float32[Array, "k d"]]:
-    """Bits (as float32) of the matrix before and after the update, and the update."""
+    rule: _Rule,
+    k: int,
+) -> Float32[Array, "k d"]:
+    """The change of a matrix, of the ``k`` inputs that this device holds."""
     library = jax_library()
-    k, d = w.shape
-    words = library.bits(address, "int32")
-    address_words = (words[0], words[1], words[2])
+    basis, split = rule.basis, rule.split
+    width = k * parts(split.inputs)
     entries = basis_entries(
         library,
-        basis.key_words(library, address_words),
+        basis.key_words(library, _words(address)),
         (0, integers.shape[-1]),
-        (0, k),
-        k,
+        (0, width),
+        width,
         basis.kind,
     )
-    change = lift(library, integers, exponents, entries, transposed=True)
+    entries = own_part(entries, split.inputs, 1)
+    return lift(library, integers, exponents, entries, transposed=True)
+
+
+def _land_matrix(
+    w: Float[Array, "k d"],
+    change: Float32[Array, "k d"],
+    address: UInt32[Array, "3"],
+    rounding: str,
+    split: Split,
+) -> tuple[Int32[Array, "k d"], Int32[Array, "k d"]]:
+    """Bits (as float32) of the matrix before and after the change."""
+    library = jax_library()
+    k, d = w.shape
     if w.dtype == jnp.float32:
         before, noise = library.bits(w, "int32"), None
     else:
         before, noise = library.int32(library.bits(w, "uint16")) << 16, nearest_noise
         if rounding == "stochastic":
-            row, column = library.arange(0, d)[None, :], library.arange(0, k)[:, None]
-            noise = stochastic_noise(address_words, row, column, k)
-    return before, land(library, before, change, noise), change
+            row = library.arange(0, d)[None, :] + offset(split.outputs, d)
+            column = library.arange(0, k)[:, None] + offset(split.inputs, k)
+            width = k * parts(split.inputs)
+            noise = stochastic_noise(_words(address), row, column, width)
+    return before, land(library, before, change, noise)
+
+
+def _words(address: UInt32[Array, "3"]) -> tuple[Array, Array, Array]:
+    words = jax_library().bits(address, "int32")
+    return words[0], words[1], words[2]
 
 
 def _narrow(bits: Int32[Array, "k d"], dtype: DTypeLike) -> Float[Array, "k d"]:

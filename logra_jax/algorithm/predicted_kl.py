@@ -29,6 +29,7 @@ from logra_jax.algorithm.divergence import (
     masked_mean,
     scaled_logits,
 )
+from logra_jax.algorithm.parallel import AxisNames, total
 
 # The search for a step that is neither lost in rounding nor beyond the quadratic term.
 _WINDOW = 10.0  # a measured KL within this factor of the target will do
@@ -170,6 +171,7 @@ def predict_kl(
     *,
     temperature: float | Array = 1.0,
     chunk: int = 256,
+    axis_name: AxisNames = None,
 ) -> tuple[Float32[Array, ""], Float[Array, "tokens features"]]:
     r"""Predicted KL of the unscaled proposal, by one forward-mode pass.
 
@@ -191,6 +193,8 @@ def predict_kl(
             padding (which may hold NaN).
         temperature: of the policy.
         chunk: tokens per chunk.
+        axis_name: mesh axes, inside ``jax.shard_map``, whose devices' tokens the mean
+            is over.
 
     Returns:
         ``q`` in nats per token, NaN for an empty mask, and the hidden states at
@@ -208,7 +212,7 @@ def predict_kl(
         mean = jnp.sum(p * z_rate, -1, keepdims=True)
         return 0.5 * jnp.sum(p * jnp.square(z_rate - mean), -1)
 
-    return masked_mean(map_chunks(variance, (h, h_rate), chunk), mask), h
+    return masked_mean(map_chunks(variance, (h, h_rate), chunk), mask, axis_name), h
 
 
 def predict_kl_by_difference(
@@ -223,6 +227,7 @@ def predict_kl_by_difference(
     step: float | Array = 1.0,
     target: float | None = 1e-4,
     engine: tuple[Int[Array, " tokens"], Float[Array, " tokens"]] | None = None,
+    axis_name: AxisNames = None,
 ) -> tuple[Float32[Array, ""], Float[Array, "tokens features"]]:
     r"""Predicted KL of the unscaled proposal, from probes of a finite size.
 
@@ -300,6 +305,7 @@ def predict_kl_by_difference(
         engine: the sampled token that followed each context, and its log-prob in nats
             as the engine reported it, at the same temperature; ``None`` measures the
             trainer's policy against itself, over the whole vocabulary.
+        axis_name: as in :func:`predict_kl`.
 
     Returns:
         ``q`` in nats per token, NaN for an empty mask, and the hidden states at
@@ -321,7 +327,7 @@ def predict_kl_by_difference(
             jax.tree.map(lambda p, u: (p + s * u).astype(p.dtype), probes, updates)
         )
 
-    policy = _Policy(head, temperature, chunk, mask)
+    policy = _Policy(head, temperature, chunk, mask, axis_name)
     if engine is None:
         measure = _measure_vocabulary(policy, before, moved)
     else:
@@ -329,7 +335,10 @@ def predict_kl_by_difference(
     if target is None:
         end = _measure_once(measure, _Search.start(step), 1.0)
     else:
-        is_measurable = (jnp.sum(mask) > 0) & _is_finite_and_not_zero(updates)
+        count = total(jnp.sum(mask), axis_name)
+        # Devices may hold different rows of the updates: all search, or none.
+        has_lost = total(jnp.int32(~_is_finite_and_not_zero(updates)), axis_name) > 0
+        is_measurable = (count > 0) & ~has_lost
         end = _search_step(measure, step, target, is_measurable)
     return (end.size + end.cross) / jnp.square(end.step), before
 
@@ -341,6 +350,10 @@ class _Policy(NamedTuple):
     temperature: float | Array
     chunk: int
     mask: Array
+    axis_name: AxisNames
+
+    def mean(self, values: Array) -> Array:
+        return masked_mean(values, self.mask, self.axis_name)
 
 
 class _Search(NamedTuple):
@@ -371,7 +384,7 @@ def _measure_vocabulary(
     def measure(steps: Array) -> tuple[Array, Array]:
         states = (before, *lax.map(moved, steps))
         kl = map_chunks(mean_divergence, states, policy.chunk)
-        return masked_mean(kl, policy.mask), jnp.float32(0)
+        return policy.mean(kl), jnp.float32(0)
 
     return measure
 
@@ -397,7 +410,7 @@ def _measure_tokens(
         a = lax.map(lambda s: logprob(moved(s)) - log_p, steps)
         size = jnp.exp(log_r) * jnp.mean(exp_excess(a), 0)
         cross = jnp.expm1(log_r) * jnp.mean(a, 0)
-        return masked_mean(size, policy.mask), masked_mean(cross, policy.mask)
+        return policy.mean(size), policy.mean(cross)
 
     return measure
 

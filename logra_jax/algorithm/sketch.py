@@ -10,7 +10,7 @@ forward mode gives the model's rate of change along an update ``w + (p A)ᵀ``
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar, cast
 
@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Key, Shaped
+from jaxtyping import Array, Float, Key, Shaped, UInt32
 
 from logra_jax.algorithm.basis import Basis, entry_scale, jax_entries
+from logra_jax.algorithm.parallel import Split, leave, own_part, parts
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -34,29 +35,37 @@ class BasisAddress(nnx.Variable):
     """The ``(seed, step, matrix)`` words (..., 3), uint32, that ``A`` is drawn from."""
 
 
-def _project(x: Array, key: Array, rank: int, kind: str) -> Array:
-    """``x Aᵀ`` (..., r) in ``x``'s dtype: exact integer entries first, then scaled."""
-    entries = jax_entries(key, rank, x.shape[-1], kind, x.dtype)
+def _project(
+    x: Array, key: Array, rank: int, kind: str, split: Split | None = None
+) -> Array:
+    """``x Aᵀ`` (..., r) in ``x``'s dtype: exact integer entries first, then scaled.
+
+    Of a kernel cut along its inputs, the summand of this device's inputs.
+    """
+    cut = split.inputs if split and split.parallel == "inputs" else ()
+    entries = jax_entries(key, rank, x.shape[-1] * parts(cut), kind, x.dtype)
     product = jnp.einsum(
         "...k,rk->...r",
         x,
-        entries,
+        own_part(entries, cut, 1),
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
     return (product * entry_scale(kind, rank)).astype(x.dtype)
 
 
-def _matmul(x: Array, w: Array) -> Array:
-    return x @ w.astype(x.dtype)
+def _matmul(x: Array, w: Array, split: Split | None = None) -> Array:
+    return x @ (split.gather(w) if split else w).astype(x.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _sketched(x: Array, w: Array, probe: Array, key: Array, kind: str) -> Array:
-    return _matmul(x, w)
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _sketched(
+    x: Array, w: Array, probe: Array, key: Array, kind: str, split: Split | None
+) -> Array:
+    return _matmul(x, w, split)
 
 
-def _sketched_fwd(x, w, probe, key, kind):
+def _sketched_fwd(x, w, probe, key, kind, split):
     if w.perturbed:
         raise ValueError(
             "`w` of a sketched projection must not be differentiated, got a request "
@@ -64,15 +73,17 @@ def _sketched_fwd(x, w, probe, key, kind):
             "differentiate with respect to the `logra.Probe` variables instead."
         )
     rank = probe.value.shape[-1]
-    y = _matmul(x.value, w.value)
-    return y, (_project(x.value, key.value, rank, kind), w.value)
+    y = _matmul(x.value, w.value, split)
+    return y, (_project(x.value, key.value, rank, kind, split), w.value)
 
 
-def _sketched_bwd(kind, residuals, g):
+def _sketched_bwd(kind, split, residuals, g):
     del kind
     x_projected, w = residuals
     if isinstance(g, jax.custom_derivatives.SymbolicZero):
         g = jnp.zeros(g.shape, x_projected.dtype)
+    # Gathered once more: kept, the kernels of all layers would add up to the model.
+    w = split.gather(w) if split else w
     dx = jnp.einsum("...d,kd->...k", g, w.astype(g.dtype))
     sketch = jnp.einsum(
         "nd,nr->dr",
@@ -122,7 +133,7 @@ def sketched_matmul(
 
     Reference: LoGRA, arXiv:2610.06647.
     """
-    return _sketched(x, w, probe, key, kind)
+    return _sketched(x, w, probe, key, kind, None)
 
 
 def perturbed_matmul(
@@ -137,20 +148,57 @@ def perturbed_matmul(
     ``jax.jvp`` along ``probe`` gives the rate of change under an update; a finite
     ``probe`` gives the updated projection without touching ``w``.
     """
-    change = _project(x, key, probe.shape[-1], kind) @ probe.T.astype(x.dtype)
-    return _matmul(x, w) + change
+    return _perturbed(x, w, probe, key, kind, None)
 
 
-class SketchedLinear(nnx.Module):
-    """A linear layer whose kernel is trained through its sketch.
+def _perturbed(
+    x: Array, w: Array, probe: Array, key: Array, kind: str, split: Split | None
+) -> Array:
+    change = _project(x, key, probe.shape[-1], kind, split) @ probe.T.astype(x.dtype)
+    return _matmul(x, w, split) + change
+
+
+class TrainedLinear(nnx.Module):
+    """What stands where an ``nnx.Linear`` was, with a backward pass of its own.
 
     Attributes:
-        kernel: (..., k, d), frozen for autodiff, moved by :func:`logra_jax.merge`.
+        kernel: (..., k, d), frozen for autodiff.
         bias: (..., d) or None, frozen.
+        plain: use the plain twin (forward mode, finite changes) instead.
+        split: inside ``jax.shard_map``, how the kernel lies on the mesh.
+    """
+
+    def __init__(self, linear: nnx.Linear):
+        self.kernel = linear.kernel
+        self.bias = linear.bias
+        self.dtype = linear.dtype
+        self.plain = False
+        self.split: Split | None = None
+
+    def multiply(self, x: Array, kernel: Array) -> Array:
+        """``x @ kernel``, and what training adds; this device's summand of it."""
+        raise NotImplementedError
+
+    def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... d"]:
+        """``x @ kernel + bias``."""
+        kernel = self.kernel[...]
+        x = x.astype(self.dtype or jnp.promote_types(x.dtype, kernel.dtype))
+        y = leave(self.multiply(x, kernel), self.split)
+        if self.bias is not None:
+            bias = self.bias[...].astype(y.dtype)
+            y = y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
+        return y
+
+
+class SketchedLinear(TrainedLinear):
+    """A linear layer whose kernel is trained through its sketch.
+
+    The kernel is moved by :func:`logra_jax.merge`.
+
+    Attributes:
         probe: (..., d, r) float32 zeros.
         address: (..., 3) uint32, where ``A`` is drawn from.
         basis: static rule that turns the address into a key.
-        plain: use the plain twin (forward mode, finite probes) instead.
     """
 
     def __init__(
@@ -160,27 +208,17 @@ class SketchedLinear(nnx.Module):
         basis: Basis,
         addresses: Array,
     ):
-        kernel = linear.kernel
-        *stack, _, d = kernel.shape
-        self.kernel = kernel
-        self.bias = linear.bias
+        super().__init__(linear)
+        *stack, _, d = linear.kernel.shape
         self.probe = Probe(jnp.zeros((*stack, d, rank), jnp.float32))
         self.address = BasisAddress(addresses)
         self.basis = basis
-        self.dtype = linear.dtype
-        self.plain = False
 
-    def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... d"]:
-        """``x @ kernel + bias``, whose backward forms the sketch."""
-        kernel = self.kernel[...]
-        x = x.astype(self.dtype or jnp.promote_types(x.dtype, kernel.dtype))
+    def multiply(self, x: Array, kernel: Array) -> Array:
+        """``x @ kernel``, whose backward forms the sketch."""
         key = self.basis.key(self.address[...])
-        matmul = perturbed_matmul if self.plain else sketched_matmul
-        y = matmul(x, kernel, self.probe[...], key, self.basis.kind)
-        if self.bias is not None:
-            bias = self.bias[...].astype(y.dtype)
-            y = y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
-        return y
+        matmul = _perturbed if self.plain else _sketched
+        return matmul(x, kernel, self.probe[...], key, self.basis.kind, self.split)
 
 
 def sketch(
@@ -222,6 +260,52 @@ def sketch(
         (4, 2)
     """
     basis = basis or Basis()
+
+    def make(path: str, linear: nnx.Linear, names: Sequence[str]) -> SketchedLinear:
+        *stack, k, d = linear.kernel.shape
+        layer_rank = rank_of(path, rank, min(k, d), "narrow `match`")
+        addresses = addresses_of(basis, names, tuple(stack))
+        return SketchedLinear(linear, layer_rank, basis, addresses)
+
+    return replace_linears(model, match, make)
+
+
+def addresses_of(
+    basis: Basis, names: Sequence[str], stack: tuple[int, ...]
+) -> UInt32[Array, "*stack 3"]:
+    """The addresses at step 0 of a stack of matrices, from their names."""
+    words = np.array([basis.address(name) for name in names], np.uint32)
+    return jnp.asarray(words.reshape(*stack, 3))
+
+
+def perturbed(model: Model) -> Model:
+    """The same model and buffers with every trained layer in its plain form.
+
+    For ``jax.jvp`` along the probes and for finite probes, see
+    :func:`perturbed_matmul`. The split of the result has the same states.
+    """
+    model = nnx.clone(model)
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, TrainedLinear):
+            module.plain = True
+    return model
+
+
+def replace_linears(
+    model: Model,
+    match: str,
+    make: Callable[[str, nnx.Linear, Sequence[str]], TrainedLinear],
+) -> Model:
+    """A copy of ``model``, the same buffers, with other layers in place of some.
+
+    Args:
+        model: any NNX model.
+        match: regular expression searched for in each linear layer's dotted path.
+        make: ``(path, layer, names of its matrices) -> replacement``.
+
+    Raises:
+        ValueError: nothing matched.
+    """
     model = nnx.clone(model)
     name_of = getattr(model, "tensor_name", dotted_name)
     linears = dict(_linear_modules(model))
@@ -231,32 +315,15 @@ def sketch(
             f"`match` must hit at least one linear layer, got {match!r}, which hits "
             f"none of: {', '.join(sorted(linears)) or '(the model has none)'}."
         )
-    replacements: dict[int, SketchedLinear] = {}
+    replacements: dict[int, nnx.Module] = {}
     for path, linear in matched.items():
-        *stack, k, d = linear.kernel.shape
-        addresses = [
-            basis.address(name_of(path, index)) for index in np.ndindex(*stack)
-        ]
-        words = np.array(addresses, np.uint32).reshape(*stack, 3)
-        layer_rank = rank_of(path, rank, min(k, d), "narrow `match`")
-        sketched = SketchedLinear(linear, layer_rank, basis, jnp.asarray(words))
+        stack = linear.kernel.shape[:-2]
+        names = [name_of(path, index) for index in np.ndindex(*stack)]
+        made = make(path, linear, names)
         if not path:
-            return cast(Model, sketched)  # the model itself was the linear layer
-        replacements[id(linear)] = sketched
+            return cast(Model, made)  # the model itself was the linear layer
+        replacements[id(linear)] = made
     replace_layers(model, replacements)
-    return model
-
-
-def perturbed(model: Model) -> Model:
-    """The same model and buffers with every sketched layer in its plain form.
-
-    For ``jax.jvp`` along the probes and for finite probes, see
-    :func:`perturbed_matmul`. The split of the result has the same states.
-    """
-    model = nnx.clone(model)
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, SketchedLinear):
-            module.plain = True
     return model
 
 
@@ -302,9 +369,7 @@ def rank_of(path: str, rank: int | Mapping[str, int], limit: int, way_out: str) 
     return rank
 
 
-def replace_layers(
-    model: nnx.Module, replacements: Mapping[int, SketchedLinear]
-) -> None:
+def replace_layers(model: nnx.Module, replacements: Mapping[int, nnx.Module]) -> None:
     """Put the replacement of each layer (by ``id``) wherever the layer is referred to.
 
     A layer may be shared: left in one place, its gradient there would be lost silently.

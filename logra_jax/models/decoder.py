@@ -5,16 +5,26 @@ the layer index is put back (:meth:`Decoder.tensor_name`).
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
+from logra_jax.algorithm.parallel import enter, gather, split_of
 from logra_jax.algorithm.slicing import rows_within, take_layer, take_rows
+from logra_jax.models.attention import (
+    KV,
+    Span,
+    attend,
+    check_attention,
+    rotary_angles,
+    rotate,
+)
 from logra_jax.models.stack import REMAT, scan_layers
 
 # Entries of the head that are widened at once: 16 MiB of float32.
@@ -40,18 +50,11 @@ class DecoderConfig:
     qk_norm: bool = False  # Qwen3
 
 
-class KV(NamedTuple):
-    """Keys (rotated) and values of some tokens, for all layers or for one."""
-
-    k: Float[Array, "*layers batch time kv_heads head_dim"]
-    v: Float[Array, "*layers batch time kv_heads head_dim"]
-
-
 class Past(NamedTuple):
     """Tokens computed earlier. Batch 1 means shared by all rows, computed once."""
 
     kv: KV
-    mask: Bool[Array, "_ time"]  # which of them are real tokens; batch or 1 rows
+    span: Span
 
 
 class Attention(nnx.Module):
@@ -71,17 +74,18 @@ class Attention(nnx.Module):
             self.k_norm = _norm(c.head_dim, c, dtype, rngs)
         self.config = c
 
-    def __call__(self, h, rotary, mask, past):
+    def __call__(self, h, rotary, span, past, attend=attend):
         """Attention output, and the keys and values of the present tokens."""
         c = self.config
         heads = (*h.shape[:2], -1, c.head_dim)
+        h = enter(h, split_of(self.q_proj))
         q = self.q_proj(h).reshape(heads)
         k = self.k_proj(h).reshape(heads)
         v = self.v_proj(h).reshape(heads)
         if c.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         present = KV(rotate(k, rotary), v)
-        out = attend(rotate(q, rotary), ((present, mask), *past))
+        out = attend(rotate(q, rotary), span, ((present, span), *past))
         return self.o_proj(out.reshape(*h.shape[:2], -1)), present
 
 
@@ -98,6 +102,7 @@ class MLP(nnx.Module):
 
     def __call__(self, h):
         """``down(silu(gate(h)) * up(h))``."""
+        h = enter(h, split_of(self.gate_proj))
         return self.down_proj(jax.nn.silu(self.gate_proj(h)) * self.up_proj(h))
 
 
@@ -110,9 +115,11 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = _norm(c.hidden_size, c, dtype, rngs)
         self.mlp = MLP(c, dtype, rngs)
 
-    def __call__(self, h, rotary, mask, past):
+    def __call__(self, h, rotary, span, past, attend=attend):
         """The next hidden states, and the keys and values of the present tokens."""
-        out, present = self.self_attn(self.input_layernorm(h), rotary, mask, past)
+        out, present = self.self_attn(
+            self.input_layernorm(h), rotary, span, past, attend
+        )
         h = h + out
         return h + self.mlp(self.post_attention_layernorm(h)), present
 
@@ -124,8 +131,11 @@ class Decoder(nnx.Module):
         config: shapes and options.
         dtype: of the weights.
         activations: dtype of the activations, the weights' by default.
-        remat: what each layer keeps for the backward pass: ``"none"`` keeps everything,
-            ``"dots"`` the products with weights, ``"layer"`` only the layer's input.
+        attention: how scores are held, one of ``ATTENTION``: see :func:`attend`.
+        remat: what each layer keeps for the backward pass: ``"none"`` keeps everything
+            (before jax 0.12 the scores of chunked attention too), ``"dots"`` the
+            products with weights, ``"layer"`` only the layer's input, ``"offload"``
+            that input in the host's memory.
         rngs: for random weights; build under ``nnx.eval_shape`` to load real ones.
     """
 
@@ -135,9 +145,11 @@ class Decoder(nnx.Module):
         *,
         dtype: DTypeLike = jnp.bfloat16,
         activations: DTypeLike | None = None,
+        attention: str = "auto",
         remat: str = "none",
         rngs: nnx.Rngs,
     ):
+        check_attention("attention", attention)
         if remat not in REMAT:
             raise ValueError(f"`remat` must be one of {REMAT}, got {remat!r}.")
         activations = jnp.dtype(dtype if activations is None else activations)
@@ -166,41 +178,46 @@ class Decoder(nnx.Module):
                 rngs=rngs,
             )
         self.config = config
+        # Inside jax.shard_map, the mesh axes that cut the vocabulary.
+        self.vocab_axes: tuple[str, ...] = ()
         self.activations = activations
+        self.attention = attention
         self.remat = remat
 
     def __call__(
         self,
         tokens: Int[Array, "batch time"],
         positions: Int[Array, "_ time"],
-        mask: Bool[Array, "_ time time"],
+        span: Span,
         past: Sequence[Past] = (),
         *,
         dtype: DTypeLike | None = None,
+        window: int | None = None,
     ) -> tuple[Float[Array, "batch time features"], KV]:
         """Final hidden states (normalised), and the keys and values of ``tokens``.
 
         Args:
             tokens: token ids.
             positions: of each token; one row serves the whole batch.
-            mask: ``[row, query, key]``, which present tokens each token sees.
-            past: tokens computed before, all visible where their mask says so.
+            span: of the tokens, which says who sees whom.
+            past: tokens computed before, seen where their spans say so.
             dtype: of the activations in place of the model's own.
+            window: see :func:`attend`.
 
         Returns:
             Hidden states for :meth:`logits`, and a :class:`KV` of (layers, batch,
             time, kv_heads, head_dim).
         """
-        embedding = self.embed_tokens.embedding[...]
+        embedding = gather(self.embed_tokens.embedding[...], self.vocab_axes, 0)
         h = take_rows(embedding, tokens).astype(dtype or self.activations)
         rotary = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
-        masks = [p.mask[:, None, :] for p in past]
+        see = functools.partial(attend, kind=self.attention, window=window)
         graph, weights = nnx.split(self.layers)
 
         def layer(h, inputs):
             weights, kvs = inputs
-            past = tuple(zip(kvs, masks, strict=True))
-            return nnx.merge(graph, weights)(h, rotary, mask, past)
+            parts = [(kv, p.span) for kv, p in zip(kvs, past, strict=True)]
+            return nnx.merge(graph, weights)(h, rotary, span, parts, see)
 
         h, present = scan_layers(
             layer, h, weights, [p.kv for p in past], remat=self.remat
@@ -211,18 +228,30 @@ class Decoder(nnx.Module):
         self, hidden: Float[Array, "*tokens features"]
     ) -> Float[Array, "*tokens vocab"]:
         """float32 logits of final hidden states; best a chunk of tokens at a time."""
+        return self.head()(hidden)
+
+    def head(self) -> Callable[[Array], Array]:
+        """:meth:`logits` as a function; a head cut over a mesh is gathered once."""
         is_tied = self.config.tie_embeddings
         if not is_tied and not isinstance(self.lm_head, nnx.Linear):
-            return self.lm_head(hidden).astype(jnp.float32)
+            return lambda hidden: self.lm_head(hidden).astype(jnp.float32)
         head = (self.embed_tokens.embedding if is_tied else self.lm_head.kernel)[...]
-        if head.dtype != hidden.dtype:
-            return _wide_logits(hidden, head, is_tied)
-        return jnp.einsum(
-            "...h,vh->...v" if is_tied else "...h,hv->...v",
-            hidden,
-            head,
-            preferred_element_type=jnp.float32,
-        )
+        head = gather(head, self.vocab_axes, 0 if is_tied else 1)
+
+        def logits(hidden: Array) -> Array:
+            is_widened = head.dtype != hidden.dtype
+            if jax.default_backend() == "cpu" and head.dtype == jnp.bfloat16:
+                is_widened = True  # a CPU multiplies in float32, whatever it is given
+            if is_widened:
+                return _wide_logits(hidden, head, is_tied)
+            return jnp.einsum(
+                "...h,vh->...v" if is_tied else "...h,hv->...v",
+                hidden,
+                head,
+                preferred_element_type=jnp.float32,
+            )
+
+        return logits
 
     def tensor_name(self, path: str, layer: tuple[int, ...] = ()) -> str:
         """Hugging Face's name of the weight matrix at a dotted path of this model."""
@@ -244,84 +273,27 @@ def _wide_logits(hidden: Array, head: Array, is_tied: bool) -> Array:
     def widen(index: Array) -> Array:
         return take_layer(blocks, index).astype(hidden.dtype)
 
+    def product(hidden: Array, block: Array) -> Array:
+        return jnp.matmul(hidden, block, preferred_element_type=jnp.float32)
+
     @jax.checkpoint
     def some_logits(index: Array, hidden: Array) -> Array:
-        return hidden @ widen(index).T
+        return product(hidden, widen(index).T)
 
     @jax.checkpoint
     def add_features(index: Array, hidden: Array) -> Array:
-        return hidden @ widen(index)
+        return product(hidden, widen(index))
 
     if is_tied:
         parts = jax.lax.map(lambda i: some_logits(i, hidden), indices)
-        logits = jnp.moveaxis(parts, 0, -2).reshape(*hidden.shape[:-1], -1)
-    else:
-        features = hidden.reshape(*hidden.shape[:-1], *blocks.shape[:2])
-        logits, _ = jax.lax.scan(
-            lambda total, part: (total + add_features(*part), None),
-            jnp.zeros((*hidden.shape[:-1], head.shape[-1]), hidden.dtype),
-            (indices, jnp.moveaxis(features, -2, 0)),
-        )
-    return logits.astype(jnp.float32)
-
-
-def attend(
-    q: Float[Array, "batch time heads head_dim"],
-    segments: Sequence[tuple[KV, Bool[Array, "_ _ _"]]],
-) -> Float[Array, "batch time heads head_dim"]:
-    """Attention of ``q`` over several segments of keys under one softmax.
-
-    Segments are never concatenated: a cache stays where it lies, and a segment of
-    batch 1 (a prefix common to all rows) is one matmul over all rows.
-
-    Args:
-        q: rotated queries; ``heads`` is a multiple of the segments' ``kv_heads``.
-        segments: keys and values (batch or 1, keys, kv_heads, head_dim) with a mask
-            ``[batch or 1, query or 1, key]``.
-    """
-    batch, time, heads, head_dim = q.shape
-    kv_heads = segments[0][0].k.shape[2]
-    q = (q * head_dim**-0.5).reshape(batch, time, kv_heads, -1, head_dim)
-    scores = []
-    for kv, mask in segments:
-        if kv.k.shape[0] == 1:
-            score = jnp.einsum("btkgd,skd->btkgs", q, kv.k[0])
-        else:
-            score = jnp.einsum("btkgd,bskd->btkgs", q, kv.k)
-        score = score.astype(jnp.float32)
-        scores.append(jnp.where(mask[:, :, None, None, :], score, -jnp.inf))
-    weights = jax.nn.softmax(jnp.concatenate(scores, -1), axis=-1).astype(q.dtype)
-    out = jnp.zeros_like(q)
-    start = 0
-    for kv, _ in segments:
-        keys = kv.v.shape[1]
-        part = jax.lax.slice_in_dim(weights, start, start + keys, axis=-1)
-        if kv.v.shape[0] == 1:
-            out += jnp.einsum("btkgs,skd->btkgd", part, kv.v[0])
-        else:
-            out += jnp.einsum("btkgs,bskd->btkgd", part, kv.v)
-        start += keys
-    return out.reshape(batch, time, heads, head_dim)
-
-
-def rotary_angles(
-    positions: Int[Array, "rows time"], head_dim: int, theta: float
-) -> Float[Array, "rows time half"]:
-    """``position * theta^(-2i/head_dim)`` in radians, float32 (RoPE)."""
-    exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-    frequency = theta**-exponent
-    return positions.astype(jnp.float32)[..., None] * frequency[None, None, :]
-
-
-def rotate(
-    x: Float[Array, "batch time heads head_dim"],
-    angles: Float[Array, "_ time half"],
-) -> Float[Array, "batch time heads head_dim"]:
-    """Rotate half-split pairs (Hugging Face's layout) by ``angles``."""
-    cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(rotated, -1).astype(x.dtype)
+        return jnp.moveaxis(parts, 0, -2).reshape(*hidden.shape[:-1], -1)
+    features = hidden.reshape(*hidden.shape[:-1], *blocks.shape[:2])
+    logits, _ = jax.lax.scan(
+        lambda total, part: (total + add_features(*part), None),
+        jnp.zeros((*hidden.shape[:-1], head.shape[-1]), jnp.float32),
+        (indices, jnp.moveaxis(features, -2, 0)),
+    )
+    return logits
 
 
 def _norm(size: int, c: DecoderConfig, dtype: DTypeLike, rngs: nnx.Rngs):

@@ -5,6 +5,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import (
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+)
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from logra_jax.algorithm.digest import TensorDigest, digest_stack
 from logra_jax.models.decoder import Decoder, DecoderConfig
+from logra_jax.models.sharding import check_fits, specs_of
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 _SIZES = (
@@ -95,20 +103,24 @@ def load_decoder(
     dtype: DTypeLike = jnp.bfloat16,
     activations: DTypeLike | None = None,
     remat: str = "none",
+    mesh: Mesh | None = None,
 ) -> Decoder:
     """The model in a Hugging Face directory, its layers stacked.
 
     One stacked tensor at a time is gathered on the host and put on the device, so the
-    weights are never held twice.
+    weights are never held twice. On a mesh that is each device's part of it, read from
+    the file apart: nothing ever holds the model, nor a stacked tensor of it.
 
     Args:
         directory: holds config.json and model.safetensors, or its shards and index.
         dtype: that weights are cast to.
         activations: see :class:`Decoder`.
         remat: see :class:`Decoder`.
+        mesh: with axes ``data``, ``fsdp`` and ``tensor``, that weights are cut over.
 
     Raises:
-        ValueError: unsupported config, missing or misshapen tensor.
+        ValueError: unsupported config, missing or misshapen tensor, a mesh that does
+            not divide the model evenly.
     """
     directory = Path(directory)
     config = read_config(directory)
@@ -122,9 +134,21 @@ def load_decoder(
         )
     )
     graph, state = nnx.split(abstract)
+    where: dict[tuple, Sharding | None] = dict.fromkeys(
+        path for path, _ in nnx.to_flat_state(state)
+    )
+    if mesh is not None:
+        check_fits(config, mesh)
+        for path, spec in nnx.to_flat_state(specs_of(state)):
+            where[path] = NamedSharding(mesh, spec.get_value())
     with _SafetensorsReader(directory) as reader:
         flat = [
-            (path, variable.replace(_load_variable(reader, abstract, path, variable)))
+            (
+                path,
+                variable.replace(
+                    _load_variable(reader, abstract, path, variable, where[path])
+                ),
+            )
             for path, variable in nnx.to_flat_state(state)
         ]
     return nnx.merge(graph, nnx.from_flat_state(flat))
@@ -198,7 +222,7 @@ def named_tensors(model: Decoder) -> Iterator[tuple[str, np.ndarray]]:
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         if path[-1] not in _LEAF:
             continue  # probes and addresses are not weights
-        value = np.asarray(variable[...])
+        value = _on_host(variable[...])
         for layer in _layers(path, value.shape):
             part = value[layer]
             yield _name(model, path, layer), part.T if path[-1] == "kernel" else part
@@ -212,7 +236,7 @@ def tensor_digests(model: Decoder) -> dict[str, TensorDigest]:
         if path[-1] in _LEAF
     }
     digests = {}
-    for path, words in _digest_all(flat).items():
+    for path, words in _digest_all(flat, _everywhere(flat)).items():
         value, words = flat[path], np.asarray(words)
         shape = value.shape[words.ndim :]
         shape = shape[::-1] if path[-1] == "kernel" else shape
@@ -222,14 +246,33 @@ def tensor_digests(model: Decoder) -> dict[str, TensorDigest]:
     return digests
 
 
-@jax.jit
-def _digest_all(flat: dict[tuple, Array]) -> dict[tuple, Array]:
-    return {
+def _on_host(array: Array) -> np.ndarray:
+    """All of an array; of one that other processes hold parts of, asked by all."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def _everywhere(flat: Mapping[tuple, Array]) -> Sharding | None:
+    """Where results go that every process reads; None for arrays on no mesh."""
+    shardings = (value.sharding for value in flat.values())
+    meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding)]
+    return NamedSharding(meshes[0], PartitionSpec()) if meshes else None
+
+
+@partial(jax.jit, static_argnames="where")
+def _digest_all(flat: dict[tuple, Array], where: Sharding | None) -> dict[tuple, Array]:
+    digests = {
         path: digest_stack(
             value, int(path[0] == "layers"), transposed=path[-1] == "kernel"
         )
         for path, value in flat.items()
     }
+    if where is None:
+        return digests
+    return jax.lax.with_sharding_constraint(digests, where)
 
 
 def named_factors(
@@ -266,22 +309,38 @@ def _name(model: Decoder, path: tuple, layer: tuple[int, ...]) -> str:
 
 
 def _load_variable(
-    reader: "_SafetensorsReader", model: Decoder, path: tuple, variable: nnx.Variable
+    reader: "_SafetensorsReader",
+    model: Decoder,
+    path: tuple,
+    variable: nnx.Variable,
+    sharding: Sharding | None,
 ) -> jax.Array:
-    """One (stacked) variable: its tensors cast, transposed and gathered, then put."""
-    shape, dtype = variable.shape, variable.dtype
-    gathered = np.empty(shape, dtype)
-    for layer in _layers(path, shape):
-        name = _name(model, path, layer)
-        tensor = reader.read(name)
-        target = gathered[layer].T if path[-1] == "kernel" else gathered[layer]
-        if tensor.shape != target.shape:
-            raise ValueError(
-                f"`{name}` must have shape {target.shape} by config.json, got "
-                f"{tensor.shape} in {str(reader.directory)!r}."
-            )
-        target[...] = tensor
-    return jnp.asarray(gathered)
+    """One (stacked) variable: each device's part of it read, cast, transposed, put.
+
+    Without a sharding it is put where JAX puts things, and not bound to stay there.
+    """
+    shape, dtype, is_kernel = variable.shape, variable.dtype, path[-1] == "kernel"
+    layers = _layers(path, shape)
+    stack = len(layers[0])
+    expected = shape[stack:][::-1] if is_kernel else shape[stack:]
+
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        within = index[stack:][::-1] if is_kernel else index[stack:]
+        chosen = layers[index[0]] if stack else layers
+        out = None
+        for i, layer in enumerate(chosen):
+            part = reader.read(_name(model, path, layer), within, expected)
+            part = part.T if is_kernel else part
+            if out is None:
+                out = np.empty((len(chosen), *part.shape), dtype)
+            out[i] = part
+        assert out is not None
+        return out if stack else out[0]
+
+    if sharding is None:
+        return jnp.asarray(read(tuple(slice(None) for _ in shape)))
+    return jax.make_array_from_callback(shape, sharding, read, dtype=dtype)
 
 
 def load_tensors(directory: str | Path) -> dict[str, np.ndarray]:
@@ -324,8 +383,13 @@ class _SafetensorsReader:
             return sorted(self.files)
         return sorted(self._handle("model.safetensors").keys())
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor."""
+    def read(
+        self,
+        name: str,
+        part: tuple[slice, ...] = (),
+        expected: tuple[int, ...] | None = None,
+    ) -> np.ndarray:
+        """One tensor, or a part of it; ``expected`` is the whole one's shape."""
         from safetensors import SafetensorError
 
         file = "model.safetensors" if self.files is None else self.files.get(name)
@@ -335,7 +399,14 @@ class _SafetensorsReader:
                 "checkpoint is incomplete or not of this architecture."
             )
         try:
-            return self._handle(file).get_tensor(name)
+            tensor = self._handle(file).get_slice(name)
+            shape = tuple(tensor.get_shape())
+            if expected is not None and shape != expected:
+                raise ValueError(
+                    f"`{name}` must have shape {expected} by config.json, got {shape} "
+                    f"in {str(self.directory)!r}."
+                )
+            return tensor[part] if part else self._handle(file).get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise self._damaged(file, error) from None
 

@@ -6,12 +6,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from logra_jax.algorithm.slicing import BFLOAT16_SLICES_ARE_CONVERTED, take_layer
 
 # What each layer keeps for the backward pass: everything, the products of its matmuls
-# with weights, or only its input.
-REMAT = ("none", "dots", "layer")
+# with weights, only its input, or that in the host's memory.
+REMAT = ("none", "dots", "layer", "offload")
+
+_LAYER_INPUT = "layer_input"
+_HOST_MEMORY = "pinned_host"
 
 # take_layer as a rematerialisation policy sees it; other functions with a JVP of their
 # own come apart before, because they are differentiated.
@@ -36,13 +40,13 @@ def scan_layers(
         weights: tree of arrays stacked along axis 0.
         inputs: tree of other arrays stacked along axis 0.
         remat: one of ``REMAT``.
+
+    Raises:
+        ValueError: the inputs are to go to the host, and the device cannot do that.
     """
-    policies = jax.checkpoint_policies
-    policy = {
-        "none": lambda primitive, *_, **__: primitive.name != _SLICING,
-        "dots": policies.dots_with_no_batch_dims_saveable,
-        "layer": policies.nothing_saveable,
-    }[remat]
+    policy = _policy(remat)
+    if remat == "offload":
+        layer = _name_input(layer)
     if not BFLOAT16_SLICES_ARE_CONVERTED:
         if remat != "none":
             layer = jax.checkpoint(layer, policy=policy)
@@ -62,3 +66,42 @@ def scan_layers(
     body = jax.checkpoint(body, policy=policy)
     indices = jnp.arange(len(leaves[0]))
     return lax.scan(body, carry, (indices, scanned, inputs))
+
+
+def _policy(remat: str) -> Callable:
+    """What may be kept of a layer."""
+    policies = jax.checkpoint_policies
+    if remat == "offload":
+        _check_host_memory()
+        return policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[_LAYER_INPUT],
+            offload_src="device",
+            offload_dst=_HOST_MEMORY,
+        )
+    return {
+        "none": lambda primitive, *_, **__: primitive.name != _SLICING,
+        "dots": policies.dots_with_no_batch_dims_saveable,
+        "layer": policies.nothing_saveable,
+    }[remat]
+
+
+def _name_input(layer: Callable) -> Callable:
+    """The same layer, its carry under the name that the policy looks for."""
+
+    def named(carry: Any, inputs: Any):
+        return layer(
+            jax.tree.map(lambda a: checkpoint_name(a, _LAYER_INPUT), carry), inputs
+        )
+
+    return named
+
+
+def _check_host_memory() -> None:
+    device = jax.devices()[0]
+    kinds = sorted(memory.kind for memory in device.addressable_memories())
+    if _HOST_MEMORY not in kinds:
+        raise ValueError(
+            f"`remat` may be 'offload' only where the device has {_HOST_MEMORY} "
+            f"memory, got {device.device_kind} with {', '.join(kinds)}; use 'layer'."
+        )

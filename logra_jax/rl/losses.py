@@ -1,5 +1,6 @@
 """Policy-gradient losses on the log-probabilities of sampled tokens."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -65,6 +66,7 @@ def correct_mismatch(
     level: str = "token",
     cap: float = 2.0,
     keep: tuple[float, float] | None = None,
+    total: Callable[[Array], Array] | None = None,
 ) -> Correction:
     r"""Truncated importance weights of a policy whose samples an engine drew.
 
@@ -87,6 +89,8 @@ def correct_mismatch(
         level: what has a ratio of its own: each ``token``, or each ``sequence``.
         cap: C.
         keep: (low, high); None keeps all.
+        total: sums values (batch, time) over each token's response, where that is not
+            its row.
 
     Returns:
         The weights, through which nothing is differentiated, and where cap and interval
@@ -107,7 +111,8 @@ def correct_mismatch(
     # Each difference before the sum: one of inf and one of -inf would make NaN.
     d = _clamp(jnp.where(mask, lax.stop_gradient(d), 0.0))
     if level == "sequence":
-        d = _clamp(jnp.sum(d, axis=-1, keepdims=True))
+        total = total or (lambda d: jnp.sum(d, axis=-1, keepdims=True))
+        d = _clamp(total(d))
     elif level != "token":
         raise ValueError(f"`level` must be 'token' or 'sequence', got {level!r}.")
     ratio = jnp.broadcast_to(jnp.exp(d), mask.shape)

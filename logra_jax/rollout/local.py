@@ -1,6 +1,7 @@
 """The in-process engine: jitted prefill and decode over the trainer's own weights."""
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,12 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key, UInt32
 
-from logra_jax.models.decoder import KV, Decoder, Past
+from logra_jax.algorithm.parallel import ROWS, own_part, parts
+from logra_jax.models.attention import KV, Span
+from logra_jax.models.decoder import Decoder, Past
+from logra_jax.models.sharding import put_everywhere, specs_of
 from logra_jax.rollout.types import Completions, Sampling, pack_prompts
 
 _BLOCK = 256  # vocabulary entries per block of the two-level sampler
+
+# Segments of spans: a row's own tokens, and (with all below) what no token of it sees.
+_ROW, _NOBODY = 0, -2
 
 
 class LocalEngine:
@@ -30,6 +38,10 @@ class LocalEngine:
         pad_id: fills positions past the end.
         prefix: tokens common to all prompts, computed once per batch.
         bucket: prompts are padded to a multiple of it.
+        mesh: that the weights lie on, cut as ``models.sharding`` says, or None for one
+            device; ``graph`` is then a placed decoder's. Rows of a batch are divided
+            among devices (filled up with copies of the last one), and sampled as they
+            are on one device.
     """
 
     def __init__(
@@ -41,6 +53,7 @@ class LocalEngine:
         pad_id: int = 0,
         prefix: Sequence[int] = (),
         bucket: int = 8,
+        mesh: Mesh | None = None,
     ):
         self.graph = graph
         self.max_positions = max_positions
@@ -48,6 +61,7 @@ class LocalEngine:
         self.pad_id = pad_id
         self.prefix = tuple(prefix)
         self.bucket = bucket
+        self.mesh = mesh
 
     def generate(
         self,
@@ -74,21 +88,31 @@ class LocalEngine:
             pad_id=self.pad_id,
             limit=self.max_positions - sampling.max_new_tokens,
         )
-        tokens, logprobs, lengths, finished = _generate(
+        count = len(packed.tokens)
+        shares = math.prod(self.mesh.shape[n] for n in ROWS) if self.mesh else 1
+        rows = np.minimum(np.arange(-(-count // shares) * shares), count - 1)
+        arrays = (packed.prefix, packed.tokens[rows], packed.lengths[rows])
+        inputs = (*arrays, np.float32(sampling.temperature))
+        key_data = jax.random.key_data(key)
+        # Explicit, so that no transfer is hidden in the call.
+        if self.mesh:
+            everywhere = NamedSharding(self.mesh, PartitionSpec())
+            inputs = (*inputs, jax.device_get(key_data))
+            inputs = [put_everywhere(value, everywhere) for value in inputs]
+        else:
+            inputs = (*jax.device_put(inputs), key_data)
+        out = _generate(
             self.graph,
             weights,
-            *map(jnp.asarray, packed),
-            jnp.float32(sampling.temperature),
-            key,
+            *inputs,
+            mesh=self.mesh,
             eos_ids=self.eos_ids,
             pad_id=self.pad_id,
             new=sampling.max_new_tokens,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
         )
-        return Completions(
-            packed, *map(np.asarray, (tokens, logprobs, lengths, finished))
-        )
+        return Completions(packed, *(a[:count] for a in jax.device_get(out)))
 
 
 class _Loop(NamedTuple):
@@ -99,27 +123,47 @@ class _Loop(NamedTuple):
     logprobs: Float32[Array, "batch new"]
     ended: Bool[Array, " batch"]
     lengths: Int32[Array, " batch"]
+    running: Int32[Array, ""]  # rows that have not ended, on all devices
     cache: KV  # (layers, batch, suffix + new, kv_heads, head_dim)
 
 
 @functools.partial(
-    jax.jit, static_argnames=("graph", "eos_ids", "pad_id", "new", "top_p", "top_k")
+    jax.jit,
+    static_argnames=("graph", "mesh", "eos_ids", "pad_id", "new", "top_p", "top_k"),
 )
-def _generate(
+def _generate(graph, weights, *arrays, mesh: Mesh | None, **options):
+    if mesh is None:
+        return _generate_rows(graph, weights, *arrays, **options)
+    everywhere, rows = PartitionSpec(), PartitionSpec(ROWS)
+    generate = jax.shard_map(
+        functools.partial(_generate_rows, graph, axis_name=ROWS, **options),
+        mesh=mesh,
+        in_specs=(specs_of(weights), everywhere, rows, rows, everywhere, everywhere),
+        out_specs=rows,
+        check_vma=False,
+    )
+    out = generate(weights, *arrays)
+    return lax.with_sharding_constraint(out, NamedSharding(mesh, everywhere))
+
+
+def _generate_rows(
     graph,
     weights,
     prefix: Int[Array, " prefix"],
     prompt: Int[Array, "batch suffix"],
     prompt_lengths: Int[Array, " batch"],
     temperature: Float[Array, ""],
-    key: Key[Array, ""],
+    key_data: UInt32[Array, " words"],
     *,
     eos_ids: tuple[int, ...],
     pad_id: int,
     new: int,
     top_p: float,
     top_k: int,
+    axis_name: tuple[str, ...] = (),
 ):
+    """The completions of some rows; of a device's, which is one of ``axis_name``."""
+    key = jax.random.wrap_key_data(key_data)
     model: Decoder = nnx.merge(graph, weights)
     if jax.default_backend() == "cpu":
         # Once for all tokens: a CPU computes in the activations' dtype, and widening
@@ -143,10 +187,16 @@ def _generate(
         """Sample token ``t`` of every row from the hidden state before it."""
         logits = model.logits(hidden)
         token, logprob = sample(
-            logits, temperature, jax.random.fold_in(key, loop.t), top_p, top_k
+            logits,
+            temperature,
+            jax.random.fold_in(key, loop.t),
+            top_p,
+            top_k,
+            axis_name=axis_name,
         )
         token = jnp.where(loop.ended, pad_id, token)
-        is_eos = jnp.isin(token, jnp.array(eos_ids, jnp.int32))
+        ended = loop.ended | jnp.isin(token, jnp.array(eos_ids, jnp.int32))
+        running = jnp.sum(~ended)
         return loop._replace(
             t=loop.t + 1,
             tokens=loop.tokens.at[:, loop.t].set(token),
@@ -154,7 +204,8 @@ def _generate(
                 jnp.where(loop.ended, 0.0, logprob)
             ),
             lengths=loop.lengths + ~loop.ended,
-            ended=loop.ended | is_eos,
+            ended=ended,
+            running=lax.psum(running, axis_name) if axis_name else running,
         )
 
     def decode(loop: _Loop) -> _Loop:
@@ -163,11 +214,14 @@ def _generate(
         token = lax.dynamic_index_in_dim(loop.tokens, loop.t - 1, 1)
         position = prefix.shape[0] + prompt_lengths[:, None] + loop.t - 1
         written = (columns >= first) & (columns < column)
+        order = prefix.shape[0] + columns
+        cached = Span(order, jnp.where(written, _ROW, _NOBODY))
+        now = (prefix.shape[0] + column)[None, None]
         hidden, kv = model(
             token,
             position,
-            jnp.ones((1, 1, 1), bool),
-            [*shared, Past(loop.cache, written)],
+            Span(now, jnp.full_like(now, _ROW)),
+            [*shared, Past(loop.cache, cached)],
         )
         cache = jax.tree.map(
             lambda c, new: lax.dynamic_update_slice_in_dim(c, new, column, 2),
@@ -182,10 +236,11 @@ def _generate(
         logprobs=jnp.zeros((batch, new), jnp.float32),
         ended=jnp.zeros((batch,), bool),
         lengths=jnp.zeros((batch,), jnp.int32),
+        running=jnp.int32(batch),
         cache=jax.tree.map(lambda c: jnp.pad(c, room), kv),
     )
     loop = choose(loop, hidden[:, -1])
-    loop = lax.while_loop(lambda s: (s.t < new) & ~jnp.all(s.ended), decode, loop)
+    loop = lax.while_loop(lambda s: (s.t < new) & (s.running > 0), decode, loop)
     return loop.tokens, loop.logprobs, loop.lengths, loop.ended
 
 
@@ -214,29 +269,24 @@ def prefill(
         prefix's as a list of at most one :class:`Past`.
     """
     width = tokens.shape[1] if prompt_width is None else prompt_width
-    shared = []
-    if prefix.shape[0]:
-        _, kv = model(
-            prefix[None],
-            jnp.arange(prefix.shape[0])[None],
-            _causal(prefix.shape[0]),
-            dtype=dtype,
-        )
-        shared = [Past(kv, jnp.ones((1, prefix.shape[0]), bool))]
+    shared = run_prefix(model, prefix, dtype)
     columns = jnp.arange(tokens.shape[1])[None]
     first = width - prompt_lengths[:, None]
     positions = prefix.shape[0] + jnp.maximum(columns - first, 0)
     # A padded query sees itself, so that no softmax is over nothing.
-    is_token = (columns >= first)[:, None, :] | jnp.eye(tokens.shape[1], dtype=bool)[
-        None
-    ]
-    mask = _causal(tokens.shape[1]) & is_token
-    hidden, kv = model(tokens, positions, mask, shared, dtype=dtype)
+    segment = jnp.where(columns >= first, _ROW, _NOBODY - columns)
+    span = Span(prefix.shape[0] + columns, segment)
+    hidden, kv = model(tokens, positions, span, shared, dtype=dtype)
     return hidden, kv, shared
 
 
-def _causal(time: int) -> Bool[Array, "1 time time"]:
-    return jnp.tril(jnp.ones((1, time, time), bool))
+def run_prefix(model: Decoder, prefix: Int[Array, " prefix"], dtype=None) -> list[Past]:
+    """The tokens common to all rows, run once; none, or one :class:`Past`."""
+    if not prefix.shape[0]:
+        return []
+    causal = Span.causal(prefix.shape[0])
+    _, kv = model(prefix[None], jnp.arange(prefix.shape[0])[None], causal, dtype=dtype)
+    return [Past(kv, causal)]
 
 
 def sample(
@@ -245,6 +295,8 @@ def sample(
     key: Key[Array, ""],
     top_p: float = 1.0,
     top_k: int = 0,
+    *,
+    axis_name: tuple[str, ...] = (),
 ) -> tuple[Int32[Array, " batch"], Float32[Array, " batch"]]:
     """One token per row, and its log-probability.
 
@@ -254,6 +306,8 @@ def sample(
         key: one uniform number per row is drawn from it.
         top_p: see :class:`Sampling`.
         top_k: see :class:`Sampling`.
+        axis_name: inside ``jax.shard_map``, mesh axes that the rows are cut over; each
+            row's number is the one that it has among all.
 
     Returns:
         Tokens, and their log-probabilities in nats at ``temperature`` (at 1 when
@@ -262,7 +316,8 @@ def sample(
     z = logits / jnp.where(temperature > 0, temperature, 1.0)
     logprobs = jax.nn.log_softmax(z)
     kept = jnp.exp(_filter(z, logprobs, top_p, top_k))
-    drawn = _draw(kept, jax.random.uniform(key, (logits.shape[0],)))
+    uniform = jax.random.uniform(key, (logits.shape[0] * parts(axis_name),))
+    drawn = _draw(kept, own_part(uniform, axis_name, 0))
     token = jnp.where(temperature > 0, drawn, jnp.argmax(logits, -1)).astype(jnp.int32)
     return token, jnp.take_along_axis(logprobs, token[:, None], -1)[:, 0]
 

@@ -28,6 +28,7 @@ from logra_jax.algorithm.divergence import realised_kl
 from logra_jax.algorithm.predicted_kl import predict_kl
 from logra_jax.algorithm.rounding import ROUNDINGS
 from logra_jax.algorithm.sketch import Probe, perturbed, sketch
+from logra_jax.models.attention import Span
 from logra_jax.models.decoder import Decoder, DecoderConfig
 from logra_jax.study.drift import UPDATES, measure_drifts, plot_drifts, show_drifts
 from logra_jax.study.reconstruction import (
@@ -249,8 +250,8 @@ def _ratios(seed: int, budgets: Sequence[float], tick: Tick) -> list[float]:
     @jax.jit
     def hidden(probes: nnx.State) -> Array:
         time = jnp.arange(tokens.shape[1])[None]
-        seen = time[:, :, None] >= time[:, None]
-        out, _ = nnx.merge(graph, probes, weights)(tokens, time, seen)
+        span = Span.causal(tokens.shape[1])
+        out, _ = nnx.merge(graph, probes, weights)(tokens, time, span)
         return out.reshape(-1, out.shape[-1])
 
     q, before = predict_kl(hidden, model.logits, probes, step, mask)

@@ -1,23 +1,28 @@
 """From a config to the parts of a run: model, engine, task, rewards, step."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Key
 
 from logra_jax.algorithm.basis import Basis
+from logra_jax.algorithm.dense import dense
+from logra_jax.algorithm.lora import lora
 from logra_jax.algorithm.predicted_kl import scale_by_predicted_kl
 from logra_jax.algorithm.row_adam import scale_by_row_adam
 from logra_jax.algorithm.sketch import Probe, perturbed, sketch
+from logra_jax.models.decoder import Decoder
 from logra_jax.models.hf import load_decoder
 from logra_jax.models.packaged import is_packaged, packaged_model
+from logra_jax.models.sharding import make_mesh, place
 from logra_jax.models.tokenizer import ChatTokenizer
 from logra_jax.rl.rewards import ReasoningGymReward, RewardPool, Rewards
 from logra_jax.rl.tasks import Question, Task, draw, reasoning_gym_task
@@ -25,8 +30,17 @@ from logra_jax.rollout.local import LocalEngine
 from logra_jax.rollout.sglang import SGLangEngine, room_for
 from logra_jax.rollout.types import Completions, Sampling, common_prefix
 from logra_jax.training.budget import build_budget
+from logra_jax.training.layout import Layout, build_layout
+from logra_jax.training.methods import (
+    Method,
+    adamw_method,
+    logra_method,
+    lora_method,
+    weights_of,
+)
 from logra_jax.training.monitor import Monitor, build_monitor
 from logra_jax.training.objective import LossOptions
+from logra_jax.training.packing import Fields, check_row, pack
 from logra_jax.training.paths import default_cache_dir
 from logra_jax.training.schema import Config
 from logra_jax.training.state import Batch
@@ -40,20 +54,26 @@ class Policy:
     """The model's static parts, and what turns questions into responses with it.
 
     Attributes:
-        graph: of the sketched model.
-        plain_graph: of its perturbed twin.
-        probes: zeros.
+        method: what is trained of the model, and how.
         tokenizer: with the chat template.
         engine: samples token ids, in this process or on servers.
         system_prompt: before each question, or None.
+        graph: of the model as it is on one device; on a mesh ``method`` has another.
+        layout: of state and batches on the mesh; None for one device.
     """
 
-    graph: nnx.GraphDef
-    plain_graph: nnx.GraphDef
-    probes: nnx.State
+    method: Method
     tokenizer: ChatTokenizer
     engine: LocalEngine | SGLangEngine
     system_prompt: str | None
+    graph: nnx.GraphDef
+    layout: Layout | None = None
+
+    @property
+    def probes(self) -> nnx.State:
+        """The zeros that sketches are cotangents of; `optimizer.kind=logra` alone."""
+        assert self.method.basis is not None
+        return self.method.split(nnx.State({}))[0]
 
     def respond(
         self,
@@ -63,9 +83,9 @@ class Policy:
         key: Key[Array, ""],
     ) -> tuple[Completions, list[str]]:
         """One completion for each question, as token ids and as text."""
-        full = nnx.merge_state(self.probes, weights)
         prompts = self.encode(questions)
-        completions = self.engine.generate(full, prompts, sampling, key)
+        whole = self.method.whole(weights)
+        completions = self.engine.generate(whole, prompts, sampling, key)
         return completions, self.decode(completions)
 
     def encode(self, questions: Sequence[Question]) -> list[list[int]]:
@@ -104,13 +124,20 @@ def model_directory(config: Config) -> Path:
     Raises:
         ValueError: neither a directory nor a packaged model.
     """
-    if is_packaged(config.model.path):
-        return packaged_model(config.model.path, default_cache_dir(config))
-    path = Path(config.model.path).expanduser()
+    name = config.model.path
+    if name is None:
+        raise ValueError(
+            "`model.path` must name a model with weights, got the preset "
+            f"{config.model.preset!r}, which is shapes alone; `logra plan` and `logra "
+            "bench step` take it."
+        )
+    if is_packaged(name):
+        return packaged_model(name, default_cache_dir(config))
+    path = Path(name).expanduser()
     if not path.is_dir():
         raise ValueError(
             "`model.path` must be a Hugging Face directory or the name of a packaged "
-            f"model, got {config.model.path!r}, which is neither."
+            f"model, got {name!r}, which is neither."
         )
     return path
 
@@ -130,28 +157,34 @@ def load_task(config: Config) -> Task:
 def load_policy(
     config: Config, task: Task, directory: Path
 ) -> tuple[Policy, nnx.State]:
-    """Load and sketch the model; the static parts, and the weights.
+    """Load the model and make it trainable; the static parts, and the weights.
 
     Raises:
         ValueError: the directory cannot be loaded, a bad rank or match, a prompt that
             does not fit the context.
     """
     tokenizer = ChatTokenizer.load(directory)
+    mesh = mesh_of(config)
     model = load_decoder(
         directory,
         dtype=config.model.dtype,
         activations=config.model.activations,
         remat=config.model.remat,
     )
+    model.attention = config.model.attention
     shapes = model.config
     if tokenizer.vocab_size > shapes.vocab_size:
         raise ValueError(
             f"The tokenizer of {str(directory)!r} must fit the model's `vocab_size` "
             f"({shapes.vocab_size}), got ids up to {tokenizer.vocab_size - 1}."
         )
-    model = sketch(model, config.sketch.rank, config.sketch.match, basis_of(config))
-    graph, probes, weights = nnx.split(model, Probe, ...)
-    plain_graph, _, _ = nnx.split(perturbed(model), Probe, ...)
+    model = trainable(config, model)
+    weights, graph = weights_of(model), nnx.graphdef(model)
+    method, layout = method_of(config, model), None
+    if mesh is not None:
+        method = method_of(config, place(model))
+        layout = build_layout(mesh, method, weights)
+        weights = jax.device_put(weights, layout.shardings(layout.weights))
     prompts = [
         encode_question(tokenizer, q, config.task.system_prompt)
         for q in (*task.train, *task.held_out)
@@ -164,18 +197,71 @@ def load_policy(
             "`rollout.max_new_tokens` and the longest prompt must fit the model's "
             f"context of {shapes.max_positions} tokens{less}, got {new} + {longest}."
         )
+    prefix, bucket = common_prefix(prompts), config.rollout.prompt_bucket
+    if config.train.microbatch_tokens is not None:
+        check_row(
+            "The longest prompt and `rollout.max_new_tokens`",
+            longest - len(prefix) + new - 1,
+            config.train.microbatch_tokens,
+        )
+    # One width for all batches: nothing is compiled in the middle of a run.
+    width = -(-(longest - len(prefix)) // bucket) * bucket
     engine = LocalEngine(
-        graph,
+        method.graph,
         max_positions=shapes.max_positions,
         eos_ids=tokenizer.eos_ids,
         pad_id=tokenizer.pad_id,
-        prefix=common_prefix(prompts),
-        bucket=config.rollout.prompt_bucket,
+        prefix=prefix,
+        bucket=width,
+        mesh=mesh,
     )
-    policy = Policy(
-        graph, plain_graph, probes, tokenizer, engine, config.task.system_prompt
+    prompt = config.task.system_prompt
+    return Policy(method, tokenizer, engine, prompt, graph, layout), weights
+
+
+def mesh_of(config: Config) -> Mesh | None:
+    """The devices of a run; None for a single one.
+
+    Raises:
+        ValueError: there are not as many.
+    """
+    mesh = config.mesh
+    return None if mesh.devices == 1 else make_mesh(mesh.data, mesh.fsdp, mesh.tensor)
+
+
+def trainable(config: Config, model: Decoder) -> Decoder:
+    """A copy of the model, the same buffers, whose matched layers are trained.
+
+    Raises:
+        ValueError: a bad rank or match.
+    """
+    rank, match = config.sketch.rank, config.sketch.match
+    kind = config.optimizer.kind
+    if kind == "adamw":
+        return dense(model, match, config.seed)
+    if kind == "lora":
+        alpha = config.optimizer.settled.lora_alpha
+        return lora(model, rank, match, alpha, config.seed)
+    return sketch(model, rank, match, basis_of(config))
+
+
+def method_of(config: Config, model: Decoder) -> Method:
+    """How a :func:`trainable` model (or its shapes) is trained."""
+    kind, rounding = config.optimizer.kind, config.sketch.rounding
+    if kind == "adamw":
+        return adamw_method(model, rounding=rounding)
+    if kind == "lora":
+        return lora_method(model)
+    graph, probes, _ = nnx.split(model, Probe, ...)
+    plain_graph, _, _ = nnx.split(perturbed(model), Probe, ...)
+    return logra_method(
+        graph,
+        plain_graph,
+        probes,
+        basis_of(config),
+        rounding=rounding,
+        bits=config.sketch.bits,
     )
-    return policy, weights
 
 
 def basis_of(config: Config) -> Basis:
@@ -195,18 +281,25 @@ def build_rewards(config: Config) -> RewardPool:
 
 
 def build_optimizer(config: Config) -> optax.GradientTransformation:
-    """Sketches -> proposal: clip, RowAdam, learning rate."""
-    options = config.optimizer
+    """Gradients or sketches -> proposal: clip, RowAdam or AdamW, learning rate."""
+    options, clip_norm = config.optimizer.settled, config.optimizer.clip_norm
     clip = (
-        optax.identity()
-        if options.clip_norm is None
-        else optax.clip_by_global_norm(options.clip_norm)
+        optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
     )
-    return optax.chain(
-        clip,
-        scale_by_row_adam(options.b2, options.eps),
-        optax.scale_by_learning_rate(options.learning_rate),
+    if config.optimizer.kind == "logra":
+        return optax.chain(
+            clip,
+            scale_by_row_adam(options.b2, options.eps),
+            optax.scale_by_learning_rate(options.learning_rate),
+        )
+    adamw = optax.adamw(
+        options.learning_rate,
+        options.b1,
+        options.b2,
+        options.eps,
+        weight_decay=options.weight_decay,
     )
+    return optax.chain(clip, adamw)
 
 
 def build_controller(config: Config) -> optax.GradientTransformationExtraArgs:
@@ -227,17 +320,12 @@ def build_training_step(
 ) -> Step:
     """The jitted update of this config."""
     options = StepOptions(
-        basis=basis_of(config),
-        rounding=config.sketch.rounding,
-        bits=config.sketch.bits,
+        loss=loss_options_of(config),
         microbatch=config.train.microbatch,
         kl_estimator=config.kl.estimator,
         kl_share=config.kl.share,
-        **loss_options_of(config)._asdict(),
     )
-    return build_step(
-        policy.graph, policy.plain_graph, policy.probes, optimizer, controller, options
-    )
+    return build_step(policy.method, optimizer, controller, options, policy.layout)
 
 
 def loss_options_of(config: Config) -> LossOptions:
@@ -283,18 +371,47 @@ def training_questions(config: Config, task: Task, step: int) -> list[Question]:
     return [question for question in drawn for _ in range(group)]
 
 
-def to_batch(completions: Completions, rewards: Rewards) -> Batch:
-    """Responses and their scores as the training step takes them."""
+def to_batch(
+    completions: Completions,
+    rewards: Rewards,
+    microbatch_tokens: int | None = None,
+    layout: Layout | None = None,
+) -> Batch:
+    """Responses and their scores as the training step takes them.
+
+    Args:
+        completions: the responses.
+        rewards: their scores.
+        microbatch_tokens: tokens of the rows that they are packed into; None packs
+            nothing.
+        layout: puts the rows on its mesh; None for one device.
+
+    Raises:
+        ValueError: a response is longer than ``microbatch_tokens``.
+    """
     prompts = completions.prompts
-    return Batch(
-        prefix=jnp.asarray(prompts.prefix),
-        prompts=jnp.asarray(prompts.tokens),
-        prompt_lengths=jnp.asarray(prompts.lengths),
-        completions=jnp.asarray(completions.tokens),
-        mask=jnp.asarray(completions.mask),
-        logprobs=jnp.asarray(completions.logprobs),
-        rewards=jnp.asarray(rewards.values),
-    )
+    packed = None
+    if microbatch_tokens is not None:
+        fields = Fields(
+            prompts.tokens,
+            prompts.lengths,
+            completions.tokens,
+            completions.mask,
+            completions.logprobs,
+        )
+        packed = pack(fields, microbatch_tokens, layout.row_parts if layout else 1)
+    on_host: dict[str, Any] = {
+        "packed": packed,
+        "prefix": prompts.prefix,
+        "prompts": prompts.tokens,
+        "prompt_lengths": prompts.lengths,
+        "completions": completions.tokens,
+        "mask": completions.mask,
+        "logprobs": completions.logprobs,
+        "rewards": rewards.values,
+    }
+    batch = Batch(**on_host)
+    return layout.put_batch(batch) if layout else jax.device_put(batch)
 
 
 def repeat_to(items: Sequence[Item], count: int) -> list[Item]:
@@ -304,5 +421,10 @@ def repeat_to(items: Sequence[Item], count: int) -> list[Item]:
 
 def stream_key(seed: int, stream: str, step: int) -> Key[Array, ""]:
     """The PRNG key of one step of a stream, "rollout" or "eval"."""
+    return _stream_key(jax.device_put(np.uint32(step)), seed=seed, stream=stream)
+
+
+@functools.partial(jax.jit, static_argnames=("seed", "stream"))
+def _stream_key(step: Array, *, seed: int, stream: str) -> Key[Array, ""]:
     key = jax.random.fold_in(jax.random.key(seed), {"rollout": 1, "eval": 2}[stream])
-    return jax.random.fold_in(key, np.uint32(step))
+    return jax.random.fold_in(key, step)

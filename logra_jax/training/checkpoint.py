@@ -22,6 +22,8 @@ _FREE = (
     "run_dir",
     "resume",
     "cache_dir",
+    "distributed.",
+    "mesh.",
     "train.steps",
     "train.eval_every",
     "train.checkpoint_every",
@@ -152,14 +154,23 @@ def check_resumable(config: Config, stored: Config) -> None:
     Raises:
         ValueError: the first field that differs, with both values.
     """
-    ours, theirs = (_flat(dataclasses.asdict(c)) for c in (config, stored))
-    for key in sorted(ours.keys() | theirs.keys()):  # an option may be in one alone
+    ours, theirs = (_flat(_settled(c)) for c in (config, stored))
+    keys = ours.keys() | theirs.keys()  # an option may be in one alone
+    # A kind comes before the usual values that it brings.
+    for key in sorted(keys, key=lambda key: (not key.endswith(".kind"), key)):
         if key.startswith(_FREE) or ours.get(key) == theirs.get(key):
             continue
         raise ValueError(
             f"`{key}` must stay {theirs.get(key)!r} in a resumed run, got "
             f"{ours.get(key)!r}; put it back or start a new run."
         )
+
+
+def _settled(config: Config) -> dict[str, Any]:
+    """The values that count: a usual one is the same, given or left to null."""
+    values = dataclasses.asdict(config)
+    values["optimizer"] |= config.optimizer.settled._asdict()
+    return values
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

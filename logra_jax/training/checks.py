@@ -5,6 +5,7 @@ It names the field, the rule, the value received and what to do.
 
 import math
 import re
+from collections.abc import Callable
 
 
 def show(value: object) -> str:
@@ -17,6 +18,14 @@ def require(ok: bool, name: str, value: object, rule: str, remedy: str = "") -> 
     if not ok:
         hint = f"; {remedy}" if remedy else ""
         raise ValueError(f"`{name}` must {rule}, got {show(value)}{hint}.")
+
+
+def require_if_set(
+    rule: Callable[..., None], name: str, value: object, *remedy: str
+) -> None:
+    """Hold a value to a rule of this module, unless it is null."""
+    if value is not None:
+        rule(name, value, *remedy)
 
 
 def at_least(name: str, value: int, low: int, remedy: str = "") -> None:

@@ -65,7 +65,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     path = Path(path)
     layers = [{"name": path.stem}, _read_yaml(path)]
-    layers += [_parse_override(text) for text in overrides]
+    layers += [_name_one_model(_parse_override(text)) for text in overrides]
     for layer in layers:
         _check_tree(layer, Config, "")
     try:
@@ -120,6 +120,16 @@ def _parse_override(text: str) -> dict[str, Any]:
     for part in reversed(key.split(".")):
         parsed = {part: parsed}
     return typing.cast(dict[str, Any], parsed)
+
+
+def _name_one_model(override: dict[str, Any]) -> dict[str, Any]:
+    """A model named by an override replaces the one before it: path or preset."""
+    model = override.get("model")
+    if isinstance(model, Mapping) and len(model) == 1:
+        for name, other in (("preset", "path"), ("path", "preset")):
+            if isinstance(model.get(name), str):
+                return override | {"model": {**model, other: None}}
+    return override
 
 
 def _fields(kind: Any) -> dict[str, Any]:

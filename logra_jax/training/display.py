@@ -101,6 +101,7 @@ class Display:
         self._met_phases: set[str] = set()
         self._began = time.monotonic()
         self._phase = ("starting", self._began)
+        self._start = 0  # steps of the processes before this one
         self._finished: list[tuple[int, float]] = []  # (step, when) of this process
         self._spinner = Spinner("dots", style="cyan")
         self._live: Live | None = None
@@ -125,6 +126,10 @@ class Display:
     ) -> None:
         if self._live:
             self._live.stop()
+
+    def start_from(self, step: int) -> None:
+        """Show the run as ``step`` updates old, which others have shown already."""
+        self._start = step
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -230,7 +235,7 @@ class Display:
         """The live line: phase and its seconds, bar, steps, elapsed, left."""
         now = time.monotonic()
         name, began = self._phase
-        step = self._finished[-1][0] if self._finished else 0
+        step = self._finished[-1][0] if self._finished else self._start
         grid = Table.grid(padding=(0, 1), expand=True)
         for ratio in (None, None, 1, None, None):
             grid.add_column(ratio=ratio, no_wrap=True)

@@ -5,29 +5,34 @@ from pathlib import Path
 
 from flax import nnx
 
+from logra_jax.algorithm.lora import merge_lora
 from logra_jax.models.hf import save_decoder
 from logra_jax.training.assemble import load_policy, load_task, model_directory
 from logra_jax.training.checkpoint import CONFIG_FILE, Checkpoints
 from logra_jax.training.config import load_config
 from logra_jax.training.display import Display
+from logra_jax.training.methods import Method
 
 MODEL_DIRECTORY = "model"
 
 
 def export_model(
-    graph: nnx.GraphDef, weights: nnx.State, source: Path, directory: Path
+    method: Method, weights: nnx.State, source: Path, directory: Path
 ) -> Path:
     """Write the weights as a Hugging Face directory, in place of an earlier export.
 
+    Adapters are merged into the kernels beside them.
+
     Args:
-        graph: of the sketched model.
-        weights: all of its variables.
+        method: of the run.
+        weights: of the run.
         source: the directory the model came from (config, tokenizer).
         directory: to write.
     """
     if directory.exists():
         shutil.rmtree(directory)
-    return save_decoder(nnx.merge(graph, weights), directory, source=source)
+    model = merge_lora(nnx.merge(method.graph, method.whole(weights)))
+    return save_decoder(model, directory, source=source)
 
 
 def export_command(run_dir: str | Path, out_dir: str | Path) -> int:
@@ -50,7 +55,6 @@ def export_command(run_dir: str | Path, out_dir: str | Path) -> int:
         with display.phase("restoring the checkpoint"), Checkpoints(run_dir) as saved:
             step, weights = saved.restore_weights(weights)
         with display.phase("exporting"):
-            full = nnx.merge_state(policy.probes, weights)
-            export_model(policy.graph, full, source, out_dir)
+            export_model(policy.method, weights, source, out_dir)
         display.note(f"step {step} exported to {out_dir}")
     return 0

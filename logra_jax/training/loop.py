@@ -1,14 +1,10 @@
 """The training loop: rollout, reward, update, and everything a run leaves behind."""
 
-import resource
-import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 
 import jax
 import numpy as np
@@ -18,7 +14,6 @@ from logra_jax.rl.rewards import RewardPool, Rewards
 from logra_jax.rl.tasks import Task
 from logra_jax.rollout.servers import ServerError
 from logra_jax.rollout.types import Completions
-from logra_jax.training.alarms import AlarmLog, find_alarms
 from logra_jax.training.assemble import (
     Policy,
     basis_of,
@@ -46,16 +41,16 @@ from logra_jax.training.config import load_config, to_yaml
 from logra_jax.training.display import Display
 from logra_jax.training.evaluate import evaluate
 from logra_jax.training.export import MODEL_DIRECTORY, export_model
-from logra_jax.training.journal import Journal, has_metrics, read_metrics
+from logra_jax.training.interrupt import Interrupt
+from logra_jax.training.journal import has_metrics, read_metrics
+from logra_jax.training.layout import first_state
 from logra_jax.training.paths import default_run_dir
 from logra_jax.training.plots import write_plots
+from logra_jax.training.recorder import Recorder, Row
 from logra_jax.training.remote import Remote
 from logra_jax.training.schema import Config
-from logra_jax.training.state import TrainState, initial_state
+from logra_jax.training.state import TrainState
 from logra_jax.training.updates import Updates
-
-_GIB = 2**30
-_LINUX_RSS_UNIT = 1024  # ru_maxrss is in KiB on Linux, in bytes on macOS
 
 
 def train(config: Config) -> int:
@@ -72,6 +67,12 @@ def train(config: Config) -> int:
     Raises:
         ValueError: one sentence on what is wrong with the config or its inputs.
     """
+    if config.distributed.enabled:
+        raise ValueError(
+            "`distributed.enabled` must be false in `logra train`, which runs in one "
+            "process for now, got true; cut the model over this process's devices "
+            "with `mesh.fsdp`."
+        )
     enable_compile_cache(config)
     run_dir = _choose_run_dir(config)
     with Display(config.train.steps) as display, build_rewards(config) as rewards:
@@ -120,7 +121,13 @@ def _choose_run_dir(config: Config) -> Path:
 
 
 class _Run:
-    """One process's part of a run: the loop, and its timings of the step at hand."""
+    """One process's part of a run: the loop.
+
+    The device is kept busy: an update is asked for, and while it runs the host records
+    the update before it (see :class:`Recorder`) and prepares the next rollout. What the
+    host decides on (stop, evaluate, save) it counts itself: nothing waits for a number
+    from the device but where it needs one.
+    """
 
     def __init__(
         self,
@@ -142,77 +149,95 @@ class _Run:
         self.optimizer = build_optimizer(config)
         self.controller = build_controller(config)
         self.step = build_training_step(config, policy, self.optimizer, self.controller)
-        self.monitor = build_training_monitor(config, policy)
+        self.monitor = (
+            build_training_monitor(config, policy) if config.monitor.every else None
+        )
         self.updates: Updates | None = None
         self.remote: Remote | None = None
         self.lost: ServerError | None = None  # why no server can go on
         self.began = time.monotonic()
-        self.seconds: dict[str, float] = {}
+        self.done = 0  # updates, as the state counts them too
 
     def go(self, weights: nnx.State) -> int:
         """From the first (or restored) state to the last; the exit status."""
         train = self.config.train
-        state = initial_state(
-            weights, self.policy.probes, self.optimizer, self.controller
+        state = first_state(
+            weights,
+            self.policy.method.trained,
+            self.optimizer,
+            self.controller,
+            self.policy.layout,
         )
         del weights  # the state's buffers are donated: nothing else may hold them
         with Checkpoints(self.run_dir, train.keep_checkpoints) as checkpoints:
             saved = checkpoints.latest_step
             if saved is not None:
-                with self._timed("checkpoint", "restoring the checkpoint"):
+                with self.display.phase("restoring the checkpoint"):
                     state = checkpoints.restore(state)
-            kept, begun = self._kept_step(saved), None
-            if saved is not None and (begun := self._unevaluated(saved)) is not None:
-                kept = saved - 1
-            self.alarms = AlarmLog(self.run_dir, resume_step=kept)
+                self.done = saved
+                self.display.start_from(saved)
+            # An update's results are bound to their devices: so is what it begins with,
+            # or the second update and rollout would be compiled once more.
+            state = jax.tree.map(lambda a: jax.device_put(a, a.sharding), state)
+            begun = None if saved is None else self._unevaluated(saved)
             with (
-                _Interrupt() as interrupt,
+                Interrupt(self._acknowledge) as interrupt,
+                self._record(saved, begun) as self.recorder,
                 self._batches(state, interrupt) as batches,
-                Journal(self.run_dir, resume_step=kept) as journal,
             ):
-                if saved is None:
-                    self._record(journal, 0, self._evaluate(state))
-                elif begun is not None:
-                    metrics = begun | self._evaluate(state)
-                    self._record(journal, int(state.step), metrics)
+                if saved is None or begun is not None:
+                    values = (begun or {}) | self._evaluate(state)
+                    self.recorder.hold(Row(self.done, values))
+                    self.recorder.settle()
                 reached = self._reached()
-                while int(state.step) < train.steps and not (
+                while self.done < train.steps and not (
                     interrupt or reached or self.lost
                 ):
-                    state, metrics = self._update(state, batches)
-                    if metrics is None:
+                    state, row = self._update(state, batches)
+                    if row is None:
                         break
-                    step = int(state.step)
-                    if self._is_evaluated(step):
-                        metrics |= self._evaluate(state)
-                    self._record(journal, step, metrics)
-                    reached = self._reached(metrics)
-                    if step % train.checkpoint_every == 0:
-                        with self._timed("checkpoint", "checkpoint"):
-                            checkpoints.save(state)
-                with self._timed("checkpoint", "checkpoint"):
-                    checkpoints.save(state)
+                    if self._is_evaluated(self.done):
+                        self.recorder.wait(row, "update")
+                        row.values |= self._evaluate(state)
+                        reached = self._reached(row.values)
+                    self.recorder.hold(row)
+                    if self.done % train.checkpoint_every == 0:
+                        self._save(checkpoints, state)
+                self._save(checkpoints, state)
             if interrupt:
                 self.display.note(
-                    f"stopped by {interrupt.name} after step {int(state.step)}, all of "
+                    f"stopped by {interrupt.name} after step {self.done}, all of "
                     f"it saved; continue with the same command and "
                     f"resume={self.run_dir}"
                 )
                 return 128 + interrupt.number
             if self.lost:
                 raise ValueError(
-                    f"{self.lost} The run is saved up to step {int(state.step)}; "
+                    f"{self.lost} The run is saved up to step {self.done}; "
                     f"continue with the same command and resume={self.run_dir}."
                 )
-        if reached and int(state.step) < train.steps:
+        if reached and self.done < train.steps:
             self.display.note(
                 f"held-out accuracy reached {train.target_accuracy}: stopping"
             )
         self._finish(state)
         return 0
 
+    def _acknowledge(self, name: str) -> None:
+        self.display.note(f"{name}: stopping after this update")
+
+    def _record(self, saved: int | None, begun: dict | None) -> Recorder:
+        """The record of a run from the checkpoint ``saved`` on.
+
+        A row of that step that was only ``begun`` is written again.
+        """
+        kept = self._kept_step(saved) if begun is None or saved is None else saved - 1
+        return Recorder(
+            self.config, self.run_dir, self.display, kept=kept, began=self.began
+        )
+
     @contextmanager
-    def _batches(self, state: TrainState, interrupt: "_Interrupt") -> Iterator[Batches]:
+    def _batches(self, state: TrainState, interrupt: Interrupt) -> Iterator[Batches]:
         """The source of responses; servers, if any, hold the weights of ``state``."""
         config = self.config
         if config.train.save_updates or config.rollout.engine == "sglang":
@@ -222,7 +247,7 @@ class _Run:
                 self.policy.probes,
                 basis_of(config),
                 config.sketch.rounding,
-                int(state.step),
+                self.done,
                 state.weights,
                 keep=None if config.train.save_updates else config.rollout.keep_updates,
             )
@@ -241,9 +266,9 @@ class _Run:
         batches = Batches(config, self.task, self.policy, self.remote)
         try:
             if self.remote:
-                with self._timed("sync", "finding the servers"):
+                with self.recorder.timed("sync", "finding the servers"):
                     load = config.rollout.load_weights or config.resume is not None
-                    self.remote.connect(int(state.step), state.weights, load=load)
+                    self.remote.connect(self.done, state.weights, load=load)
             yield batches
         finally:
             batches.cancel()
@@ -282,38 +307,50 @@ class _Run:
 
     def _update(
         self, state: TrainState, batches: Batches
-    ) -> tuple[TrainState, dict[str, float] | None]:
+    ) -> tuple[TrainState, Row | None]:
         """Sample, score, step: the next state, and the step's metrics.
 
         None, and the state as it was, where the servers are lost.
         """
-        index = int(state.step)
+        index, recorder = self.done, self.recorder
+        before = "update and rollout" if recorder.is_ahead else "rollout"
         try:
-            with self._timed("rollout", "rollout"):
+            with recorder.timed("rollout", before):
                 questions, completions, texts = batches.take(index, state.weights)
         except ServerError as error:
             self.lost = error
             return state, None
         batches.start_ahead(index)
         seen = staleness(completions, index)
-        with self._timed("reward", "reward"):
+        with recorder.timed("reward", "reward"):
             rewards = self.rewards.score(questions, texts)
-        batch = to_batch(completions, rewards)
+        batch = to_batch(
+            completions,
+            rewards,
+            self.config.train.microbatch_tokens,
+            self.policy.layout,
+        )
         every = self.config.monitor.every
-        if every and (index + 1) % every == 0:
+        if self.monitor and (index + 1) % every == 0:
             # Before the update, which the state does not survive.
-            with self._timed("monitor", "measuring gradients"):
+            with recorder.timed("monitor", "measuring gradients"):
                 seen |= self.monitor(state, batch)
-        with self._timed("step", "update"):
+        asked = time.monotonic()
+        with recorder.timed("step", "update"):
             state, metrics, factors = self.step(state, batch)
-            metrics = {name: float(value) for name, value in metrics.items()}
+        self.done += 1
+        row = recorder.begin(self.done, metrics, asked)
+        recorder.settle()  # the update before this one, while this one runs
         if self.updates:
-            with self._timed("save", "writing the update"):
-                blob = self.updates.write(index + 1, factors, state.weights)
+            assert factors is not None
+            recorder.wait(row, "update")
+            with recorder.timed("save", "writing the update"):
+                blob = self.updates.write(self.done, factors, state.weights)
             if self.remote:
-                with self._timed("sync", "sending the update"):
-                    seen |= self.remote.push(index + 1, blob, state.weights)
-        return state, _rollout_metrics(completions, rewards) | metrics | seen
+                with recorder.timed("sync", "sending the update"):
+                    seen |= self.remote.push(self.done, blob, state.weights)
+        row.values = _rollout_metrics(completions, rewards) | seen
+        return state, row
 
     def _evaluate(self, state: TrainState) -> dict[str, float | int]:
         """Held-out accuracy; nothing where the servers are lost."""
@@ -324,17 +361,17 @@ class _Run:
                 state.weights,
                 self.rewards,
                 self.task.held_out,
-                stream_key(self.config.seed, "eval", int(state.step)),
+                stream_key(self.config.seed, "eval", self.done),
                 samples=self.config.eval.samples,
                 batch=self.config.eval.batch,
                 max_new_tokens=self.config.rollout.max_new_tokens,
             )
 
-        with self._timed("eval", "evaluation"):
+        with self.recorder.timed("eval", "evaluation"):
             if self.remote is None:
                 return measure()
             try:
-                return self.remote.persist(int(state.step), state.weights, measure)
+                return self.remote.persist(self.done, state.weights, measure)
             except ServerError as error:
                 self.lost = error
                 return {}
@@ -346,29 +383,18 @@ class _Run:
             metrics = rows[-1] if rows else {}
         return target is not None and metrics.get("heldout/sampled", -1.0) >= target
 
-    def _record(self, journal: Journal, step: int, metrics: dict) -> None:
-        """Journal and show one step; its phases' seconds start again from here.
-
-        An alarm is shown when it begins, and recorded at every step that it lasts.
-        """
-        config = self.config
-        found = find_alarms(metrics, config.monitor, responses=config.train.batch)
-        metrics = metrics | {"alarms": len(found)}
-        self.seconds["total"] = time.monotonic() - self.began
-        values = metrics | {f"seconds/{k}": v for k, v in self.seconds.items()}
-        values |= _memory()
-        self.seconds = {}
-        journal.write(step, values)
-        self.display.step(step, values)
-        for alarm in self.alarms.write(step, found):
-            self.display.warn(alarm.message)
+    def _save(self, checkpoints: Checkpoints, state: TrainState) -> None:
+        """Write a checkpoint, and before it the rows that it covers."""
+        self.recorder.settle()
+        with self.recorder.timed("checkpoint", "checkpoint"):
+            checkpoints.save(state)
 
     def _finish(self, state: TrainState) -> None:
         """Export the model, draw the plots, show what the run came to."""
         with self.display.phase("exporting the model"):
             export_model(
-                self.policy.graph,
-                nnx.merge_state(self.policy.probes, state.weights),
+                self.policy.method,
+                state.weights,
                 self.source,
                 self.run_dir / MODEL_DIRECTORY,
             )
@@ -379,45 +405,6 @@ class _Run:
         self.display.note(f"trained model: {self.run_dir / MODEL_DIRECTORY}")
         self.display.note(f"metrics, plots, checkpoints: {self.run_dir}")
 
-    @contextmanager
-    def _timed(self, name: str, phase: str) -> Iterator[None]:
-        began = time.monotonic()
-        with self.display.phase(phase):
-            yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
-
-
-class _Interrupt:
-    """Truthy once SIGINT or SIGTERM came; a second one ends the process as usual."""
-
-    def __init__(self):
-        self.number = 0
-        self._before: dict[int, object] = {}
-
-    @property
-    def name(self) -> str:
-        return signal.Signals(self.number).name
-
-    def __bool__(self) -> bool:
-        return self.number != 0
-
-    def __enter__(self) -> "_Interrupt":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._restore()
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        self.number = number
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
-
 
 def _rollout_metrics(completions: Completions, rewards: Rewards) -> dict[str, float]:
     return {
@@ -427,14 +414,3 @@ def _rollout_metrics(completions: Completions, rewards: Rewards) -> dict[str, fl
         "length/mean": float(np.mean(completions.lengths)),
         "length/truncated": float(np.mean(~completions.finished)),
     }
-
-
-def _memory() -> dict[str, float]:
-    """Peak memory since the process began, GiB: host, and device where it says."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    unit = 1 if sys.platform == "darwin" else _LINUX_RSS_UNIT
-    values = {"memory/peak_rss_gib": peak * unit / _GIB}
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if "peak_bytes_in_use" in stats:
-        values["memory/peak_device_gib"] = stats["peak_bytes_in_use"] / _GIB
-    return values

@@ -1,11 +1,14 @@
 """The loss of an update as a function of the model: for the step and its monitor."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int
 
+from logra_jax.models.attention import Span
 from logra_jax.models.decoder import Decoder
 from logra_jax.models.logprobs import token_logprobs
 from logra_jax.rl.advantages import RunningMean, grpo, running_mean
@@ -15,7 +18,8 @@ from logra_jax.rl.losses import (
     corrected_policy_gradient,
     ppo_clip,
 )
-from logra_jax.rollout.local import prefill
+from logra_jax.rollout.local import prefill, run_prefix
+from logra_jax.training.packing import PackedRows
 from logra_jax.training.state import Batch
 
 
@@ -36,9 +40,9 @@ class LossOptions(NamedTuple):
 class PolicyTerms(NamedTuple):
     """The loss before it is averaged, token by token; 0 where there is no token."""
 
-    loss: Float32[Array, "batch new"]
-    is_clipped: Bool[Array, "batch new"]
-    log_ratio: Float32[Array, "batch new"]  # trainer's log-prob less the engine's
+    loss: Float32[Array, "rows tokens"]
+    is_clipped: Bool[Array, "rows tokens"]
+    log_ratio: Float32[Array, "rows tokens"]  # trainer's log-prob less the engine's
     correction: Correction | None  # what the loss was weighted by
 
 
@@ -65,27 +69,97 @@ def policy_terms(
     logprobs = token_logprobs(
         response_hidden(model, batch),
         batch.completions.reshape(-1),
-        model.logits,
+        model.head(),
         temperature=options.temperature,
     ).reshape(batch.completions.shape)
-    log_ratio = jnp.where(batch.mask, logprobs - batch.logprobs, 0.0)
+    return _terms(logprobs, batch.logprobs, batch.mask, advantages, options)
+
+
+def packed_terms(
+    model: Decoder,
+    prefix: Int[Array, " prefix"],
+    packed: PackedRows,
+    advantages: Float[Array, " batch"],
+    options: LossOptions,
+    *,
+    longest: int | None = None,
+) -> PolicyTerms:
+    """:func:`policy_terms` of packed rows, one of each device.
+
+    Args:
+        model: the policy.
+        prefix: tokens common to all responses.
+        packed: rows of shape (devices, time).
+        advantages: of all responses of the batch.
+        options: of the loss.
+        longest: tokens that no response has more of, where that is known.
+
+    Returns:
+        The terms of the tokens to predict, (devices * time, 1).
+    """
+    shared, start = run_prefix(model, prefix), prefix.shape[0]
+    order = start + jnp.arange(packed.tokens.shape[1])[None]
+    hidden, _ = model(
+        packed.tokens,
+        start + packed.positions,
+        Span(order, packed.segments),
+        shared,
+        window=longest,
+    )
+    # Only what predicts a token goes through the head, which is most of the work.
+    hidden = jnp.take_along_axis(hidden, packed.column[..., None], axis=1)
+    slots = jnp.arange(packed.column.shape[1])[None]
+    logprobs = token_logprobs(
+        hidden.reshape(-1, hidden.shape[-1]),
+        packed.target.reshape(-1),
+        model.head(),
+        temperature=options.temperature,
+        needed=(slots < packed.targets[:, None]).reshape(-1),
+    )
+    response = packed.response.reshape(-1)
+
+    def of_response(values: Array) -> Array:
+        sums = jax.ops.segment_sum(values[:, 0], response, len(advantages))
+        return sums[response][:, None]
+
+    return _terms(
+        logprobs[:, None],
+        packed.logprob.reshape(-1, 1),
+        packed.mask.reshape(-1, 1),
+        advantages[response],
+        options,
+        of_response,
+    )
+
+
+def _terms(
+    logprobs: Float[Array, "rows tokens"],
+    engine_logprobs: Float[Array, "rows tokens"],
+    mask: Bool[Array, "rows tokens"],
+    advantages: Float[Array, " rows"],
+    options: LossOptions,
+    total: Callable[[Array], Array] | None = None,
+) -> PolicyTerms:
+    """The loss of each token; ``total`` sums over responses that are not rows."""
+    log_ratio = jnp.where(mask, logprobs - engine_logprobs, 0.0)
     if options.correction != "none":
         correction = correct_mismatch(
             logprobs,
-            batch.logprobs,
-            batch.mask,
+            engine_logprobs,
+            mask,
             level=options.correction,
             cap=options.correction_cap,
             keep=options.correction_mask,
+            total=total,
         )
         loss = corrected_policy_gradient(logprobs, advantages, correction)
-        nowhere = jnp.zeros_like(batch.mask)
+        nowhere = jnp.zeros_like(mask)
         return PolicyTerms(loss, nowhere, log_ratio, correction)
     loss, is_clipped = ppo_clip(
         logprobs,
-        batch.logprobs,
+        engine_logprobs,
         advantages,
-        batch.mask,
+        mask,
         clip_low=options.clip_low,
         clip_high=options.clip_high,
     )

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from logra_jax.training.checks import at_least, positive, require, seed_in_range
+from logra_jax.training.schema_distributed import DistributedConfig
+from logra_jax.training.schema_mesh import MeshConfig
 from logra_jax.training.schema_serve import ServeConfig
 from logra_jax.training.schema_update import (
     KLConfig,
@@ -22,25 +24,44 @@ from logra_jax.training.schema_update import (
 class ModelConfig:
     """Which model is trained, and how its weights and activations are held."""
 
-    path: str
+    path: str | None = None
     """A Hugging Face directory, or the name of a packaged model."""
+    preset: str | None = None
+    """In place of `path`, a name that stands for shapes alone, such as `qwen2.5-7b`:
+    for `logra plan` and `logra bench step`, which need no weights. Given as an override
+    it wins over the file's `path`."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the weights."""
     activations: Literal["bfloat16", "float32"] | None = None
     """Of the activations; null is the weights' dtype; CPUs like float32."""
-    remat: Literal["none", "dots", "layer"] = "none"
-    """What a layer keeps for the backward pass: everything, products with weights, or
-    only its input (least memory, most time)."""
+    attention: Literal["auto", "full", "chunked"] = "auto"
+    """How attention scores are held: of all queries at once, of a few queries at a
+    time, or (auto) the first up to 1,024 keys and the second beyond."""
+    remat: Literal["none", "dots", "layer", "offload"] = "none"
+    """What a layer keeps for the backward pass: everything, products with weights, only
+    its input (most time), or that in the host's memory (least memory)."""
 
     def __post_init__(self) -> None:
         """Check values."""
         require(
-            self.path != "",
+            self.path != "" and (self.path is not None or self.preset is not None),
             "model.path",
             self.path,
             "name a model",
             "give a Hugging Face directory or a packaged name",
         )
+        if self.preset is not None:
+            require(
+                self.path is None,
+                "model.preset",
+                self.preset,
+                f"be null beside `model.path` ({self.path!r})",
+                "a preset has shapes only",
+            )
+            # Only here: shapes bring JAX, and a config should load without it.
+            from logra_jax.models.presets import preset
+
+            preset(self.preset)
         require(
             (self.dtype, self.activations) != ("float32", "bfloat16"),
             "model.activations",
@@ -115,7 +136,8 @@ class RolloutConfig:
     max_new_tokens: int = 24
     """Response length at which a response is cut, tokens."""
     prompt_bucket: int = 8
-    """Prompt lengths are rounded up to a multiple of this, tokens."""
+    """All prompts are padded to the longest one's length, rounded up to a multiple of
+    this, tokens."""
     urls: list[str] = field(default_factory=list)
     """Base URLs of the SGLang servers, such as `[http://127.0.0.1:30000]`."""
     router: str | None = None
@@ -223,7 +245,10 @@ class TrainConfig:
     batch: int = 64
     """Responses per update."""
     microbatch: int = 16
-    """Responses whose activations are held at once."""
+    """Responses whose activations are held at once, on each device of the mesh."""
+    microbatch_tokens: int | None = None
+    """Tokens whose activations are held at once, in place of `microbatch`: responses of
+    any length are packed into rows of so many tokens. Null pads them."""
     eval_every: int = 10
     """Updates between evaluations; there is always one before and one after."""
     checkpoint_every: int = 10
@@ -241,6 +266,9 @@ class TrainConfig:
             at_least(f"train.{name}", getattr(self, name), 1)
         for name in ("checkpoint_every", "keep_checkpoints"):
             at_least(f"train.{name}", getattr(self, name), 1)
+        if self.microbatch_tokens is not None:
+            name = "train.microbatch_tokens"
+            at_least(name, self.microbatch_tokens, 1, "null packs nothing")
         require(
             self.batch % self.microbatch == 0,
             "train.microbatch",
@@ -288,6 +316,8 @@ class Config:
     cache_dir: str | None = None
     """Converted models and compiled programs; null is the user's cache directory."""
     model: ModelConfig
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     sketch: SketchConfig = field(default_factory=SketchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     kl: KLConfig = field(default_factory=KLConfig)
@@ -311,6 +341,7 @@ class Config:
             f"divide `train.batch` ({batch})",
             f"{_nearest_divisor(batch, n)} does",
         )
+        self._check_batch_on_mesh()
         require(
             self.monitor.every == 0 or self.monitor.responses <= batch,
             "monitor.responses",
@@ -323,6 +354,42 @@ class Config:
             self.rl.correction_mask,
             "be null without a correction",
             "set rl.correction=token",
+        )
+
+        self._check_kind()
+
+    def _check_kind(self) -> None:
+        """Refuse what is made of sketches, or of their factors, without such."""
+        kind = self.optimizer.kind
+        for name, value, off in (
+            ("rollout.engine", self.rollout.engine, "local"),
+            ("train.save_updates", self.train.save_updates, False),
+            ("monitor.every", self.monitor.every, 0),
+        ):
+            require(
+                kind == "logra" or value == off,
+                name,
+                value,
+                f"be {str(off).lower()} when `optimizer.kind` is {kind}",
+                "it is made of the sketches of optimizer.kind=logra",
+            )
+
+    def _check_batch_on_mesh(self) -> None:
+        batch, parts = self.train.batch, self.mesh.row_parts
+        require(
+            batch % parts == 0,
+            "train.batch",
+            batch,
+            f"be a multiple of `mesh.data` times `mesh.fsdp` ({parts})",
+            f"{-(-batch // parts) * parts} is",
+        )
+        held = min(self.train.microbatch, batch // parts)
+        require(
+            (batch // parts) % held == 0,
+            "train.microbatch",
+            self.train.microbatch,
+            f"divide the {batch // parts} responses of a device",
+            f"{_nearest_divisor(batch // parts, held)} does",
         )
 
     @property

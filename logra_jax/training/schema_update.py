@@ -5,9 +5,15 @@ Sketch, optimizer, KL budget, policy loss and monitor; the rest is in `schema`.
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from logra_jax.training.checks import at_least, positive, regular_expression, require
+from logra_jax.training.checks import (
+    at_least,
+    positive,
+    regular_expression,
+    require,
+    require_if_set,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,26 +48,87 @@ class SketchConfig:
         require(self.rank != {}, "sketch.rank", self.rank, rule, remedy)
 
 
+class Hyperparameters(NamedTuple):
+    """Of an optimizer, with no value left open."""
+
+    learning_rate: float
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    lora_alpha: float
+
+
+_USUAL = {
+    "logra": Hyperparameters(1e-4, 0.0, 0.95, 1e-12, 0.0, 0.0),
+    "adamw": Hyperparameters(1e-6, 0.9, 0.999, 1e-8, 0.01, 0.0),
+    "lora": Hyperparameters(1e-4, 0.9, 0.999, 1e-8, 0.0, 32.0),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """RowAdam on the sketches: its step before the KL budget scales it."""
+    """How the matched projections are trained: the step before the KL budget scales it.
 
-    learning_rate: float = 1e-4
+    null is the usual value of the kind:
+
+    | kind | learning_rate | b1 | b2 | eps | weight_decay | lora_alpha |
+    |---|---|---|---|---|---|---|
+    | logra | 1e-4 | | 0.95 | 1e-12 | | |
+    | adamw | 1e-6 | 0.9 | 0.999 | 1e-8 | 0.01 | |
+    | lora | 1e-4 | 0.9 | 0.999 | 1e-8 | 0 | 32 |
+    """
+
+    kind: Literal["logra", "adamw", "lora"] = "logra"
+    """`logra`: RowAdam on sketches; `adamw`: AdamW on whole kernels; `lora`: AdamW on
+    adapters of rank `sketch.rank` beside frozen kernels."""
+    learning_rate: float | None = None
     """Proposed step size; with a KL budget only the ratio to `kl.alpha_max` matters."""
-    b2: float = 0.95
-    """Decay of the second moment, one number per row."""
-    eps: float = 1e-12
-    """Added to the root; tiny, because squared rows of a sketch are tiny."""
+    b1: float | None = None
+    """Decay of the first moment; not of `logra`, which has none."""
+    b2: float | None = None
+    """Decay of the second moment; of `logra` that is one number per row."""
+    eps: float | None = None
+    """Added to the root; tiny for `logra`, as squared rows of a sketch are tiny."""
+    weight_decay: float | None = None
+    """Share of the weights, or adapters, that a step takes off them, times
+    `learning_rate`; not of `logra`."""
+    lora_alpha: float | None = None
+    """The adapters' product is multiplied by this over the rank; of `lora` alone."""
     clip_norm: float | None = 1.0
-    """Largest global norm of the sketches; null leaves them alone."""
+    """Largest global norm of the gradient (or sketches); null leaves it alone."""
 
     def __post_init__(self) -> None:
         """Check values."""
-        positive("optimizer.learning_rate", self.learning_rate, "1e-4 is usual")
-        require(0 <= self.b2 < 1, "optimizer.b2", self.b2, "lie in [0, 1)")
-        positive("optimizer.eps", self.eps, "1e-12 is usual")
-        if self.clip_norm is not None:
-            positive("optimizer.clip_norm", self.clip_norm, "use null for no clipping")
+        kind, usual = self.kind, _USUAL[self.kind]
+        for name, kinds in (
+            ("b1", ("adamw", "lora")),
+            ("weight_decay", ("adamw", "lora")),
+            ("lora_alpha", ("lora",)),
+        ):
+            require(
+                kind in kinds or getattr(self, name) is None,
+                f"optimizer.{name}",
+                getattr(self, name),
+                f"be null when `optimizer.kind` is {kind}",
+                f"it is for optimizer.kind={' and '.join(kinds)}",
+            )
+        for name in ("learning_rate", "eps", "lora_alpha"):
+            value, hint = getattr(self, name), f"{getattr(usual, name):g} is usual"
+            require_if_set(positive, f"optimizer.{name}", value, hint)
+        for name in ("b1", "b2"):
+            require_if_set(_decay, f"optimizer.{name}", getattr(self, name))
+        require_if_set(_not_negative, "optimizer.weight_decay", self.weight_decay)
+        hint = "use null for no clipping"
+        require_if_set(positive, "optimizer.clip_norm", self.clip_norm, hint)
+
+    @property
+    def settled(self) -> Hyperparameters:
+        """The values, the usual one of the kind where one is null."""
+        usual = _USUAL[self.kind]._asdict()
+        given = {name: getattr(self, name) for name in usual}
+        set_ = {name: value for name, value in given.items() if value is not None}
+        return Hyperparameters(**(usual | set_))
 
 
 BUDGETS = ("cosine", "constant", "none")  # `kl.budget` apart from optax schedules
@@ -227,6 +294,14 @@ class MonitorConfig:
                 f"be at least 0 and below `monitor.{name}_high` ({high})",
                 "0 never raises an alarm",
             )
+
+
+def _decay(name: str, value: float) -> None:
+    require(0 <= value < 1, name, value, "lie in [0, 1)")
+
+
+def _not_negative(name: str, value: float) -> None:
+    require(0 <= value < math.inf, name, value, "be finite and not negative")
 
 
 def _rank(name: str, value: Any, rule: str) -> None:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from logra_jax.algorithm.predicted_kl import PredictedKLState
 from logra_jax.rl.advantages import RunningMean
+from logra_jax.training.packing import Packed
 
 
 class TrainState(NamedTuple):
@@ -31,6 +32,7 @@ class Batch(NamedTuple):
     mask: Bool[Array, "batch new"]  # sampled tokens
     logprobs: Float32[Array, "batch new"]  # the engine's, at the sampling temperature
     rewards: Float32[Array, " batch"]
+    packed: Packed | None = None  # the same in rows of tokens, for the gradients
 
 
 def initial_state(
@@ -59,11 +61,12 @@ def evenly(count: int, size: int) -> list[int]:
 
 
 def rows(batch: Batch, select) -> Batch:
-    """``batch`` with ``select`` applied to every per-row array."""
+    """``batch`` with ``select`` applied to every per-row array; nothing is packed."""
     return batch._replace(
+        packed=None,
         **{
             name: select(value)
             for name, value in batch._asdict().items()
-            if name != "prefix"
-        }
+            if name not in ("prefix", "packed")
+        },
     )

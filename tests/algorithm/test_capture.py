@@ -6,6 +6,7 @@ from flax import nnx
 
 import logra_jax as logra
 from logra_jax.algorithm.capture import Tap, TappedLinear, measurements, raw, tapped
+from logra_jax.models.attention import Span
 from logra_jax.models.decoder import Decoder, DecoderConfig
 
 LAYERS, BATCH, TIME, RANK = 3, 2, 5, 2
@@ -41,8 +42,7 @@ def decoder(dtype=jnp.float32, **options) -> Decoder:
 def loss(model: Decoder):
     """A scalar that every layer and every token matters to."""
     tokens = jnp.arange(TOKENS).reshape(BATCH, TIME) % CONFIG.vocab_size
-    time = jnp.arange(TIME)[None]
-    hidden, _ = model(tokens, time, time[:, :, None] >= time[:, None])
+    hidden, _ = model(tokens, jnp.arange(TIME)[None], Span.causal(TIME))
     return jnp.mean(jnp.sin(3 * model.logits(hidden)))
 
 

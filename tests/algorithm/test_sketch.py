@@ -11,6 +11,7 @@ from jax import lax
 
 import logra_jax as logra
 from logra_jax.algorithm.sketch import perturbed_matmul, sketched_matmul
+from logra_jax.models.attention import Span
 from logra_jax.models.decoder import REMAT, Decoder, DecoderConfig
 
 N, K, D, R = 7, 13, 11, 3  # tokens, in, out, rank: all distinct, and unlike LAYERS
@@ -407,10 +408,9 @@ def decoder_and_loss(remat="none"):
     model = nnx.clone(decoder())
     model.remat = remat
     tokens = jax.random.randint(jax.random.key(6), (BATCH, TIME), 0, 19)
-    causal = jnp.tril(jnp.ones((1, TIME, TIME), bool))
 
     def nll(model):
-        hidden, _ = model(tokens, jnp.arange(TIME)[None], causal)
+        hidden, _ = model(tokens, jnp.arange(TIME)[None], Span.causal(TIME))
         logprobs = jax.nn.log_softmax(model.logits(hidden[:, :-1]))
         return -jnp.mean(jnp.take_along_axis(logprobs, tokens[:, 1:, None], -1))
 

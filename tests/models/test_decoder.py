@@ -4,16 +4,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from logra_jax.models.decoder import (
-    KV,
-    REMAT,
-    Decoder,
-    DecoderConfig,
-    Past,
-    attend,
-    rotary_angles,
-    rotate,
-)
+from logra_jax.models.attention import Span
+from logra_jax.models.decoder import REMAT, Decoder, DecoderConfig, Past
 from logra_jax.rollout.local import prefill
 
 CONFIG = DecoderConfig(
@@ -52,15 +44,11 @@ def model() -> Decoder:
     return model
 
 
-def causal(time: int) -> jax.Array:
-    return jnp.tril(jnp.ones((1, time, time), bool))
-
-
 @jax.jit
 def hidden_of(model: Decoder, tokens: jax.Array) -> jax.Array:
     """Final hidden states of unpadded rows (batch, time), nothing shared."""
     time = tokens.shape[1]
-    return model(tokens, jnp.arange(time)[None], causal(time))[0]
+    return model(tokens, jnp.arange(time)[None], Span.causal(time))[0]
 
 
 run_prefill = jax.jit(prefill, static_argnames="prompt_width")
@@ -108,7 +96,7 @@ def test_completions_follow_prompts_of_any_length(model):
 
 
 def test_decode_with_a_cache_equals_prefill_position_by_position(model):
-    """A decode loop as an engine writes it: fixed cache, a mask that grows."""
+    """A decode loop as an engine writes it: fixed cache, of which more is seen."""
     tokens, lengths = pad_left(ROWS, 6)
     new = np.arange(12, dtype=np.int32).reshape(4, 3) + 30
     whole = np.concatenate([tokens, new], 1)
@@ -122,8 +110,11 @@ def test_decode_with_a_cache_equals_prefill_position_by_position(model):
 
     @jax.jit
     def decode(token, position, cache, written):
-        past = [*shared, Past(cache, written)]
-        return model(token, position, jnp.ones((1, 1, 1), bool), past)
+        order = len(PREFIX) + columns
+        cached = Span(order, jnp.where(written, 0, -2))
+        now = jnp.full((1, 1), order.max())
+        past = [*shared, Past(cache, cached)]
+        return model(token, position, Span(now, jnp.zeros_like(now)), past)
 
     for t in range(3):
         column = 6 + t
@@ -206,44 +197,3 @@ def test_names_are_those_of_hugging_face():
         model.tensor_name("layers.self_attn.q_proj", (2,))
         == "model.layers.2.self_attn.q_proj.weight"
     )
-
-
-def test_attention_over_segments_is_one_softmax(getkey):
-    """Against numpy: grouped queries, a shared segment, a masked one, the present."""
-
-    def normal(*shape):
-        return jax.random.normal(getkey(), shape)
-
-    q = normal(2, 3, 4, 5)
-    segments = [
-        (KV(normal(1, 4, 2, 5), normal(1, 4, 2, 5)), jnp.ones((1, 1, 4), bool)),
-        (
-            KV(normal(2, 2, 2, 5), normal(2, 2, 2, 5)),
-            jnp.array([[[True, False]], [[False, False]]]),
-        ),
-        (KV(normal(2, 3, 2, 5), normal(2, 3, 2, 5)), causal(3)),
-    ]
-    got = attend(q, segments)
-    q, segments = jax.tree.map(np.asarray, (q, segments))
-    out = np.zeros(q.shape)
-    for b, t, h in np.ndindex(2, 3, 4):
-        keys, values = [], []
-        for kv, mask in segments:
-            seen = np.broadcast_to(mask, (2, 3, mask.shape[-1]))[b, t]
-            row = b % kv.k.shape[0]
-            keys += list(kv.k[row, seen, h // 2])
-            values += list(kv.v[row, seen, h // 2])
-        scores = np.array(keys) @ q[b, t, h] / np.sqrt(5)
-        weights = np.exp(scores - scores.max())
-        out[b, t, h] = weights @ np.array(values) / weights.sum()
-    close(got, out, 1e-5)
-
-
-def test_rotary_scores_depend_on_distance_alone(getkey):
-    q = jnp.tile(jax.random.normal(getkey(), (1, 1, 1, 8)), (1, 40, 1, 1))
-    k = jnp.tile(jax.random.normal(getkey(), (1, 1, 1, 8)), (1, 40, 1, 1))
-    angles = rotary_angles(jnp.arange(40)[None], 8, 100.0)
-    scores = jnp.einsum("bthd,bshd->ts", rotate(q, angles), rotate(k, angles))
-    for distance in (0, 3, 17):
-        close(np.ptp(np.diagonal(scores, -distance)), 0.0, 1e-4)
-    assert np.ptp(scores[:, 0]) > 0.1

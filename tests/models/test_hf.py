@@ -12,6 +12,7 @@ from flax import nnx
 import logra_jax as logra
 from logra_jax.algorithm.digest import TensorDigest, digest_array
 from logra_jax.models import hf
+from logra_jax.models.attention import Span
 from logra_jax.models.decoder import Decoder
 from logra_jax.models.hf import (
     load_decoder,
@@ -79,8 +80,7 @@ def logits_of_transformers(model) -> np.ndarray:
 @jax.jit
 def _logits(model: Decoder):
     time = TOKENS.shape[1]
-    causal = jnp.tril(jnp.ones((1, time, time), bool))
-    hidden, _ = model(jnp.asarray(TOKENS), jnp.arange(time)[None], causal)
+    hidden, _ = model(jnp.asarray(TOKENS), jnp.arange(time)[None], Span.causal(time))
     return model.logits(hidden)
 
 

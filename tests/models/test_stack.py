@@ -12,6 +12,7 @@ from flax import nnx
 import logra_jax as logra
 from logra_jax.models import decoder as decoder_module
 from logra_jax.models import stack as stack_module
+from logra_jax.models.attention import Span
 from logra_jax.models.decoder import REMAT, Decoder, DecoderConfig
 from logra_jax.models.stack import scan_layers
 
@@ -102,8 +103,7 @@ def test_no_pass_over_a_decoder_holds_a_copy_of_its_weights(
 
     def loss(probes, weights, tokens):
         model = nnx.merge(graph, probes, weights)
-        mask = jnp.tril(jnp.ones((1, 3, 3), bool))
-        hidden, _ = model(tokens, jnp.arange(3)[None], mask)
+        hidden, _ = model(tokens, jnp.arange(3)[None], Span.causal(3))
         return jnp.sum(jnp.square(model.logits(hidden)))
 
     stacked = sum(w.size for p, w in nnx.to_flat_state(weights) if p[-1] == "kernel")
@@ -145,3 +145,34 @@ def test_both_ways_of_slicing_agree(monkeypatch):
         monkeypatch.setattr(stack_module, "BFLOAT16_SLICES_ARE_CONVERTED", converted)
         found.append(scan_layers(layer, h, weights, scale, remat="dots"))
     jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+def test_what_is_kept_goes_to_the_host_when_asked():
+    h, weights, scale = arrays()
+
+    def kept(remat):
+        def loss(h):
+            return jnp.sum(scan_layers(layer, h, weights, scale, remat=remat)[0])
+
+        return str(jax.make_jaxpr(jax.grad(loss))(h))
+
+    inputs = f"[{LAYERS},{TOKENS},{WIDTH}]"
+    assert f"f32<host>{inputs}" in kept("offload")
+    assert f"f32{inputs}" not in kept("offload")
+    assert f"f32{inputs}" in kept("layer")
+
+
+def test_a_device_without_host_memory_offloads_nothing(monkeypatch):
+    class Memory:
+        kind = "device"
+
+    class Device:
+        device_kind = "abacus"
+
+        def addressable_memories(self):
+            return [Memory()]
+
+    monkeypatch.setattr(jax, "devices", lambda: [Device()])
+    expected = "`remat` may be 'offload' only .* got abacus with device; use 'layer'"
+    with pytest.raises(ValueError, match=expected):
+        scan_layers(layer, *arrays(), remat="offload")

@@ -62,6 +62,27 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+@pytest.fixture(scope="session")
+def finished_run(
+    tiny_model_dir: Path, cache_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The directory of a finished run of the tiny model; not to be changed."""
+    from logra_jax.training.config import load_config
+    from logra_jax.training.loop import train
+
+    where = tmp_path_factory.mktemp("finished")
+    path = where / "tiny.yaml"
+    path.write_text(CONFIG.format(model=tiny_model_dir, cache=cache_dir))
+    assert train(load_config(path, [f"run_dir={where / 'run'}"])) == 0
+    return where / "run"
+
+
+@pytest.fixture
+def finished_copy(finished_run: Path, tmp_path: Path) -> Path:
+    """The same, to be changed."""
+    return Path(shutil.copytree(finished_run, tmp_path / "copy"))
+
+
 @pytest.fixture
 def tiny_config(tiny_model_dir: Path, cache_dir: Path, tmp_path: Path) -> Path:
     """A config file of a four-step run on the tiny model."""

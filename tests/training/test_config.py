@@ -13,7 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logra_jax.algorithm.predicted_kl import PredictedKLState
-from logra_jax.training.assemble import build_controller, loss_options_of
+from logra_jax.training.assemble import (
+    build_controller,
+    loss_options_of,
+    model_directory,
+)
 from logra_jax.training.checkpoint import check_resumable
 from logra_jax.training.config import (
     Config,
@@ -58,6 +62,22 @@ def test_overrides_are_typed_and_the_last_one_wins(load):
 )
 def test_a_text_field_takes_its_text_as_it_stands(load, text):
     assert load(f"run_dir={text}").run_dir == text
+
+
+def test_a_model_named_by_an_override_replaces_the_one_before(load, tmp_path):
+    config = load("model.preset=qwen2.5-7b")
+    assert (config.model.path, config.model.preset) == (None, "qwen2.5-7b")
+    config = load("model.preset=qwen2.5-7b", "model.path=mine")
+    assert (config.model.path, config.model.preset) == ("mine", None)
+    assert load("model.preset=null").model.path == "some-model"
+    again = tmp_path / "again.yaml"
+    again.write_text(to_yaml(load("model.preset=qwen2.5-7b")))
+    assert load_config(again).model == load("model.preset=qwen2.5-7b").model
+
+
+def test_a_preset_has_no_weights_to_train(load):
+    with pytest.raises(ValueError, match=r"got the preset 'qwen2\.5-7b', .*logra plan"):
+        model_directory(load("model.preset=qwen2.5-7b"))
 
 
 def test_null_and_quotes_in_a_text_field_mean_what_yaml_says(load):
@@ -228,6 +248,7 @@ def test_an_override_that_does_not_fit_is_one_sentence(load, override, message):
         ("rollout.keep_updates=0", "be at least 1"),
         ("train.steps=0", "be at least 1"),
         ("train.microbatch=24", "divide `train.batch` (64), got 24; 16 does"),
+        ("train.microbatch_tokens=0", "be at least 1, got 0; null packs nothing"),
         ("train.eval_every=0", "be at least 1"),
         ("train.checkpoint_every=0", "be at least 1"),
         ("train.target_accuracy=1.5", "lie in (0, 1]"),
@@ -311,7 +332,16 @@ def test_activations_narrower_than_the_weights_are_refused(load):
     ("text", "message"),
     [
         ("", "`model` is missing: it has no default"),
-        ("model: {}\ntrain: {steps: 1}\n", "`model.path` is missing"),
+        ("model: {}\ntrain: {steps: 1}\n", "`model.path` must name a model, got null"),
+        ("train: {steps: 1}\n", "`model` is missing"),
+        (
+            "model: {path: a, preset: qwen2.5-7b}\ntrain: {steps: 1}\n",
+            "`model.preset` must be null beside `model.path` ('a'), got 'qwen2.5-7b'",
+        ),
+        (
+            "model: {preset: qwen2.5-7}\ntrain: {steps: 1}\n",
+            "`model.preset` must be one of qwen2.5-0.5b, ",
+        ),
         ("model: {path: 3}\n", "`model.path` must be text, got 3; put it in quotes."),
         ("- 3\n", "`{path}` must hold `key: value` lines, got a list."),
         ("3\n", "Cannot read the config file `{path}`"),

@@ -92,6 +92,15 @@ def test_a_terminal_shows_phase_bar_and_time_left():
     assert "left" in text(terminal)
 
 
+def test_a_resumed_runs_bar_begins_where_it_was():
+    terminal = console(terminal=True)
+    with Display(24, console=terminal) as display:
+        display.start_from(7)
+        assert display._live is not None
+        display._live.refresh()
+    assert "7/24" in text(terminal)
+
+
 def test_a_slow_phase_speaks_up_in_a_log_and_a_quick_one_does_not(monkeypatch):
     monkeypatch.setattr(display_module, "_FIRST_PATIENCE", 0.02)
     log = console()

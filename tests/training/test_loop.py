@@ -16,6 +16,7 @@ from logra_jax.cli import main
 from logra_jax.training.checkpoint import check_resumable
 from logra_jax.training.config import load_config
 from logra_jax.training.journal import deterministic, read_metrics
+from logra_jax.training.loop import train
 
 Run = Callable[..., Path]
 
@@ -56,9 +57,8 @@ def await_step(run_dir: Path, step: int, process: subprocess.Popen) -> None:
         time.sleep(0.01)
 
 
-def test_a_run_leaves_everything_a_user_was_promised(tiny_run: Run):
-    run_dir = tiny_run("run")
-    names = {path.name for path in run_dir.iterdir()}
+def test_a_run_leaves_everything_a_user_was_promised(finished_run: Path):
+    names = {path.name for path in finished_run.iterdir()}
     assert names >= {
         "config.yaml",
         "metrics.jsonl",
@@ -70,11 +70,11 @@ def test_a_run_leaves_everything_a_user_was_promised(tiny_run: Run):
         "length.png",
         "cost.png",
     }
-    rows = read_metrics(run_dir)
+    rows = read_metrics(finished_run)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert [r["step"] for r in rows if "heldout/greedy" in r] == [0, 2, 4]
     assert all(row["kl/predicted"] > 0 for row in rows[1:])
-    assert {p.name for p in (run_dir / "model").iterdir()} >= {
+    assert {p.name for p in (finished_run / "model").iterdir()} >= {
         "config.json",
         "model.safetensors",
         "tokenizer.json",
@@ -89,21 +89,23 @@ def test_predicted_kl_is_the_budget_and_realised_kl_follows_it(tiny_run: Run):
         assert row["kl/realised"] == pytest.approx(row["kl/predicted"], rel=0.1)
 
 
-def test_same_seed_gives_the_same_metrics_and_weights_bit_for_bit(tiny_run: Run):
-    one, two, other = tiny_run("one"), tiny_run("two"), tiny_run("other", "seed=1")
+def test_same_seed_gives_the_same_metrics_and_weights_bit_for_bit(
+    finished_run: Path, tiny_run: Run
+):
+    one, two, other = finished_run, tiny_run("two"), tiny_run("other", "seed=1")
     assert journal(one) == journal(two)
     assert weights(one) == weights(two)
     assert weights(one) != weights(other)
 
 
 def test_training_moves_every_sketched_kernel_and_nothing_else(
-    tiny_run: Run, tiny_model_dir: Path
+    finished_run: Path, tiny_model_dir: Path
 ):
     import ml_dtypes  # noqa: F401
     from safetensors.numpy import load_file
 
     before = load_file(tiny_model_dir / "model.safetensors")
-    after = load_file(tiny_run("run") / "model" / "model.safetensors")
+    after = load_file(finished_run / "model" / "model.safetensors")
     moved = {n for n in before if (before[n] != after[n]).any()}
     assert moved == {n for n in before if n.endswith("_proj.weight")}
 
@@ -128,13 +130,15 @@ def test_a_run_killed_between_checkpoints_resumes_to_the_same_weights(
 def test_a_signal_saves_and_the_run_can_go_on(
     number: signal.Signals, tiny_config: Path, tmp_path: Path
 ):
-    options = ["train.checkpoint_every=1000"]
+    # A constant budget: one program whatever the number of steps.
+    options = ["train.checkpoint_every=1000", "kl.budget=constant"]
     run_dir = tmp_path / "run"
     process = start(tiny_config, f"run_dir={run_dir}", "train.steps=1000", *options)
     await_step(run_dir, 1, process)
     process.send_signal(number)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + number, output
+    assert f"{number.name}: stopping after this update" in output
     assert f"resume={run_dir}" in output
     done = read_metrics(run_dir)[-1]["step"]
     steps = f"train.steps={done + 1}"
@@ -143,9 +147,11 @@ def test_a_signal_saves_and_the_run_can_go_on(
 
 
 @pytest.mark.parametrize("is_whole_row", [False, True])
-def test_an_evaluation_that_was_lost_is_made_up_for(tiny_run: Run, is_whole_row: bool):
+def test_an_evaluation_that_was_lost_is_made_up_for(
+    finished_copy: Path, tiny_run: Run, is_whole_row: bool
+):
     """Lost with the servers; or its row, by a run that was killed in doing so."""
-    run_dir = tiny_run("run")
+    run_dir = finished_copy
     before = journal(run_dir)
     path = run_dir / "metrics.jsonl"
     *lines, last = path.read_text().splitlines()
@@ -159,8 +165,10 @@ def test_an_evaluation_that_was_lost_is_made_up_for(tiny_run: Run, is_whole_row:
     assert {k: after[-1].get(k) for k in names} == {k: before[-1][k] for k in names}
 
 
-def test_a_run_killed_before_its_first_checkpoint_begins_again(tiny_run: Run):
-    run_dir = tiny_run("run")
+def test_a_run_killed_before_its_first_checkpoint_begins_again(
+    finished_copy: Path, tiny_run: Run
+):
+    run_dir = finished_copy
     before = journal(run_dir)
     for checkpoint in (run_dir / "checkpoints").iterdir():
         for path in sorted(checkpoint.rglob("*"), reverse=True):
@@ -170,8 +178,10 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(tiny_run: Run):
     assert journal(run_dir) == before
 
 
-def test_a_run_killed_before_its_journal_begins_again(tiny_run: Run):
-    run_dir = tiny_run("run")
+def test_a_run_killed_before_its_journal_begins_again(
+    finished_copy: Path, tiny_run: Run
+):
+    run_dir = finished_copy
     before = weights(run_dir)
     for path in run_dir.iterdir():
         if path.name != "config.yaml":
@@ -199,7 +209,8 @@ def test_a_finished_run_can_be_resumed_for_more_steps(tiny_run: Run):
 
 def test_a_run_stops_early_when_it_reaches_its_target(tiny_run: Run):
     # partial credit gives any text a little more than nothing
-    run_dir = tiny_run("run", "train.target_accuracy=0.001", "train.steps=50")
+    options = ["train.target_accuracy=0.001", "train.steps=50", "kl.budget=constant"]
+    run_dir = tiny_run("run", *options)
     assert read_metrics(run_dir)[-1]["step"] < 50
     assert (run_dir / "model").is_dir()
 
@@ -257,14 +268,17 @@ def test_bad_input_is_one_sentence_and_exit_status_2(
     assert "Traceback" not in error
 
 
-def test_resuming_as_another_run_is_refused(tiny_run: Run, capsys):
-    run_dir = tiny_run("run")
+def test_resuming_as_another_run_is_refused(
+    finished_run: Path, tiny_config: Path, tiny_run: Run
+):
+    run_dir = finished_run
     with pytest.raises(ValueError, match=r"`seed` must stay 0 .* got 1"):
         tiny_run("unused", f"resume={run_dir}", "seed=1")
     with pytest.raises(ValueError, match=r"`task.options.allow_negation` must stay"):
         tiny_run("unused", f"resume={run_dir}", "task.options.allow_negation=true")
+    config = load_config(tiny_config, [f"run_dir={run_dir}"])
     with pytest.raises(ValueError, match="`run_dir` must not hold a run yet"):
-        tiny_run("run")
+        train(config)
 
 
 def test_an_option_left_out_of_a_resumed_run_is_noticed(tmp_path: Path):

@@ -95,20 +95,16 @@ def the_sketch(x, g, A):
 
 def test_the_measured_gradient_is_the_one_that_the_update_sketches():
     """Of all responses, its sketch is that of the training step, padding and all."""
-    from logra_jax.training.step import StepOptions, _accumulate
+    from logra_jax.training.methods import logra_method
+    from logra_jax.training.step import StepOptions, accumulate
 
     p, batch = policy(), batch_of()
-    wanted = {
-        **OPTIONS._asdict(),
-        "basis": logra.Basis(seed=3),
-        "rounding": "nearest",
-        "microbatch": ROWS,
-    }
-    rest = {name: None for name in StepOptions._fields if name not in wanted}
-    advantages = batch.rewards - jnp.mean(batch.rewards)
-    sketches, _ = _accumulate(
-        p.graph, p.probes, p.weights, batch, advantages, StepOptions(**wanted | rest)
+    method = logra_method(
+        p.graph, p.graph, p.probes, logra.Basis(seed=3), rounding="nearest", bits=16
     )
+    options = StepOptions(OPTIONS, microbatch=ROWS, kl_estimator="jvp", kl_share=1.0)
+    advantages = batch.rewards - jnp.mean(batch.rewards)
+    sketches, _ = accumulate(method, p.weights, batch, advantages, options)
     measure = build_measuring(p.graph, p.probes, OPTIONS, the_sketch, responses=ROWS)
     found = measure(p.weights, RunningMean.zero(), batch)
     for path, expected in nnx.to_flat_state(sketches):

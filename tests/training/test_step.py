@@ -14,31 +14,29 @@ from flax import nnx
 import logra_jax as logra
 from logra_jax.models.hf import load_decoder
 from logra_jax.models.tokenizer import ChatTokenizer
+from logra_jax.training.methods import Method, logra_method
+from logra_jax.training.objective import LossOptions, response_hidden
 from logra_jax.training.state import Batch, TrainState, initial_state
-from logra_jax.training.step import (
-    StepOptions,
-    _accumulate,
-    _response_hidden,
-    _share,
-    build_step,
-)
+from logra_jax.training.step import StepOptions, _share, accumulate, build_step
 
 BASIS = logra.Basis(seed=7)
 RANK = 8
-OPTIONS = StepOptions(
-    basis=BASIS,
-    rounding="stochastic",
-    bits=16,
+LOSS = LossOptions(
     temperature=1.0,
-    microbatch=2,
-    kl_estimator="jvp",
-    kl_share=0.5,
     advantage="running_mean",
     group=1,
     baseline_decay=0.8,
     clip_low=0.2,
     clip_high=0.2,
 )
+OPTIONS = StepOptions(LOSS, microbatch=2, kl_estimator="jvp", kl_share=0.5)
+
+
+def method_of(sketched: nnx.Module) -> Method:
+    """LoGRA of a sketched model, with this file's basis."""
+    graph, probes, _ = nnx.split(sketched, logra.Probe, ...)
+    plain, _, _ = nnx.split(logra.perturbed(sketched), logra.Probe, ...)
+    return logra_method(graph, plain, probes, BASIS, rounding="stochastic", bits=16)
 
 
 def batch_of(tokenizer: ChatTokenizer) -> Batch:
@@ -79,11 +77,11 @@ def real(smollm2_dir: Path):
 @pytest.mark.model
 def test_sketch_is_the_dense_gradient_times_the_basis_for_all_210_matrices(real):
     model, sketched, batch = real
-    graph, probes, weights = nnx.split(sketched, logra.Probe, ...)
+    _, _, weights = nnx.split(sketched, logra.Probe, ...)
     advantages = jnp.array([0.5, 0.0, -0.5, 0.25])
     sketches, _ = jax.jit(
-        lambda p, w, b: _accumulate(graph, p, w, b, advantages, OPTIONS)
-    )(probes, weights, batch)
+        lambda w, b: accumulate(method_of(sketched), w, b, advantages, OPTIONS)
+    )(weights, batch)
 
     dense_graph, kernels, rest = nnx.split(model, is_projection, ...)
     # The same loss differentiated with respect to ordinary kernels: the sketched loss
@@ -123,7 +121,7 @@ def loss_of(graph, probes, weights, batch: Batch) -> jax.Array:
     """The loss of ``_accumulate`` in one go: token mean of -ratio * advantage."""
     advantages = jnp.array([0.5, 0.0, -0.5, 0.25])
     model = nnx.merge(graph, probes, weights)
-    hidden = _response_hidden(graph, probes, weights, batch)
+    hidden = response_hidden(model, batch)
     logprobs = jax.nn.log_softmax(model.logits(hidden))
     chosen = jnp.take_along_axis(
         logprobs, batch.completions.reshape(-1)[:, None], axis=-1
@@ -149,14 +147,14 @@ def test_predicted_kl_is_the_true_kl_of_a_small_step_within_one_percent(real):
     def measure(weights, scale):  # not closed over: jit would fold them in
         head = nnx.merge(graph, probes, weights).logits
         q, before = logra.predict_kl(
-            lambda p: _response_hidden(graph, p, weights, batch),
+            lambda p: response_hidden(nnx.merge(graph, p, weights), batch),
             head,
             probes,
             updates,
             mask,
         )
         moved = jax.tree.map(lambda u: scale * u, updates)
-        after = _response_hidden(graph, moved, weights, batch)
+        after = response_hidden(nnx.merge(graph, moved, weights), batch)
         return q, logra.realised_kl(before, after, head, mask)
 
     q, _ = measure(weights, 0.0)
@@ -174,7 +172,7 @@ def test_difference_and_jvp_agree_within_two_percent_at_any_scale(real):
         @jax.jit
         def of(weights, scale, temperature):  # not closed over: jit would fold them in
             return estimate(
-                lambda p: _response_hidden(graph, p, weights, batch),
+                lambda p: response_hidden(nnx.merge(graph, p, weights), batch),
                 nnx.merge(graph, probes, weights).logits,
                 probes,
                 jax.tree.map(lambda u: scale * u, fixed_proposal(probes)),
@@ -206,16 +204,14 @@ def tiny_step(
 ):
     """A step on the tiny model, compiled once for all tests that ask for the same."""
     graph, probes, weights = sketched_tiny(tiny_model_dir)
-    plain, _, _ = nnx.split(
-        logra.perturbed(nnx.merge(graph, probes, weights)), logra.Probe, ...
-    )
     optimizer = optimizer or optax.chain(
         logra.scale_by_row_adam(), optax.scale_by_learning_rate(1e-4)
     )
     controller = logra.scale_by_predicted_kl(budget, alpha_max=1e6)
-    step = build_step(
-        graph, plain, probes, optimizer, controller, OPTIONS._replace(**options)
-    )
+    method = method_of(nnx.merge(graph, probes, weights))
+    loss = {k: options.pop(k) for k in LossOptions._fields if k in options}
+    chosen = OPTIONS._replace(loss=LOSS._replace(**loss), **options)
+    step = build_step(method, optimizer, controller, chosen)
     state = initial_state(weights, probes, optimizer, controller)
     return step, state, batch_of(ChatTokenizer.load(tiny_model_dir))
 
@@ -301,7 +297,7 @@ def trainer_of(tiny_model_dir: Path):
     head = nnx.merge(graph, probes, weights).logits
 
     def hidden(probes):
-        return _response_hidden(graph, probes, weights, batch)
+        return response_hidden(nnx.merge(graph, probes, weights), batch)
 
     def logprobs(probes):
         z = jax.nn.log_softmax(head(hidden(probes)))
@@ -416,12 +412,17 @@ def test_correction_weighs_the_whole_batch_alike_in_any_microbatches(
     batch = batch._replace(logprobs=logprobs - log_r)
     advantages = jnp.array([0.5, 1.0, 0.75, 0.25])
     graph, probes, weights = sketched_tiny(tiny_model_dir)
-    options = OPTIONS._replace(
+    method = method_of(nnx.merge(graph, probes, weights))
+    loss = LOSS._replace(
         correction=level, correction_cap=1.5, correction_mask=(0.5, 4.0)
     )
     one, by_row = (
-        _accumulate(
-            graph, probes, weights, batch, advantages, options._replace(microbatch=n)
+        accumulate(
+            method,
+            weights,
+            batch,
+            advantages,
+            OPTIONS._replace(loss=loss, microbatch=n),
         )
         for n in (4, 1)
     )
@@ -455,9 +456,16 @@ def test_correction_of_an_engine_without_mismatch_changes_no_sketch(
     batch = tiny_step(tiny_model_dir)[2]
     batch = batch._replace(logprobs=trainer_of(tiny_model_dir)[1])
     advantages = jnp.array([0.5, -1.0, -0.5, 0.25])
-    parts = sketched_tiny(tiny_model_dir)
+    graph, probes, weights = sketched_tiny(tiny_model_dir)
+    method = method_of(nnx.merge(graph, probes, weights))
     plain, token = (
-        _accumulate(*parts, batch, advantages, OPTIONS._replace(correction=level))[0]
+        accumulate(
+            method,
+            weights,
+            batch,
+            advantages,
+            OPTIONS._replace(loss=LOSS._replace(correction=level)),
+        )[0]
         for level in ("none", "token")
     )
     for a, b in zip(*map(jax.tree.leaves, (plain, token)), strict=True):
@@ -477,8 +485,15 @@ def test_correction_of_an_engine_without_mismatch_changes_no_sketch(
     ],
 )
 def test_the_share_is_spread_evenly_and_never_empty(share, expected):
-    batch = Batch(jnp.zeros(3, jnp.int32), *([jnp.arange(64)] * 6))
-    few = _share(batch, share)
+    index = jnp.arange(64)
+    batch = Batch(jnp.zeros(3, jnp.int32), *([index] * 6))
+    batch = batch._replace(mask=jnp.ones((64, 2), bool))
+    few = _share(batch, share, 1)
     np.testing.assert_array_equal(few.rewards, expected)
+    of_eight = _share(batch, share, 8)  # rows that fill up have no token
+    assert len(of_eight.rewards) == -(-len(expected) // 8) * 8
+    np.testing.assert_array_equal(of_eight.rewards[: len(expected)], expected)
+    counted = np.flatnonzero(of_eight.mask.all(1))
+    np.testing.assert_array_equal(counted, np.arange(len(expected)))
     assert len(set(expected)) == len(expected)
     assert len(few.prefix) == 3

@@ -14,24 +14,21 @@ import logra_jax as logra
 from logra_jax.models import decoder
 from logra_jax.models.decoder import REMAT
 from logra_jax.models.hf import load_decoder
+from logra_jax.training.methods import logra_method
+from logra_jax.training.objective import LossOptions
 from logra_jax.training.state import Batch, initial_state
 from logra_jax.training.step import StepOptions, build_step
 
 BASIS = logra.Basis()
-OPTIONS = StepOptions(
-    basis=BASIS,
-    rounding="stochastic",
-    bits=16,
+LOSS = LossOptions(
     temperature=1.0,
-    microbatch=2,
-    kl_estimator="jvp",
-    kl_share=0.5,
     advantage="running_mean",
     group=1,
     baseline_decay=0.8,
     clip_low=0.2,
     clip_high=0.2,
 )
+OPTIONS = StepOptions(LOSS, microbatch=2, kl_estimator="jvp", kl_share=0.5)
 ROWS, PROMPT, NEW = 4, 3, 5
 BATCH = Batch(
     prefix=jnp.arange(4, dtype=jnp.int32),
@@ -72,7 +69,8 @@ def test_the_step_holds_no_float32_copy_of_its_weights(
         logra.scale_by_row_adam(), optax.scale_by_learning_rate(1e-4)
     )
     controller = logra.scale_by_predicted_kl(1e-3, alpha_max=100.0)
-    step = build_step(graph, plain, probes, optimizer, controller, OPTIONS)
+    method = logra_method(graph, plain, probes, BASIS, rounding="stochastic", bits=16)
+    step = build_step(method, optimizer, controller, OPTIONS)
     state = initial_state(weights, probes, optimizer, controller)
     compiled = step.lower(state, BATCH).compile()
     values = allocated(compiled.as_text())

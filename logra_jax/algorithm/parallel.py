@@ -1,0 +1,135 @@
+"""Weights cut over a device mesh, and how layers compute with their part of them.
+
+Everything here runs inside ``jax.shard_map`` (with ``check_vma=False``), where arrays
+are a device's own part. A mesh has three axes:
+
+- ``data``: more of the batch; weights are repeated,
+- ``fsdp``: the batch and the weights; a layer gathers its kernel when it runs, and
+  again in its backward pass,
+- ``tensor``: kernels stay cut, heads and features are divided; activations are summed
+  after the kernels that are cut along their inputs (Megatron-LM, arXiv:1909.08053).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import linear_call
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+AXES = ("data", "fsdp", "tensor")
+ROWS = ("data", "fsdp")  # axes that the batch is cut over
+_TENSOR = "tensor"
+
+Tree = TypeVar("Tree")
+AxisNames = str | Sequence[str] | None
+
+
+class Split(NamedTuple):
+    """How a kernel (k, d) lies on the mesh; static, of a layer.
+
+    Attributes:
+        inputs: mesh axes that cut k.
+        outputs: mesh axes that cut d.
+        parallel: ``"inputs"`` or ``"outputs"``, which of the two stays cut over
+            ``tensor`` when the layer runs; None gathers all of the kernel.
+    """
+
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    parallel: str | None = None
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """Of the kernel, less leading axes."""
+        return PartitionSpec(self.inputs or None, self.outputs or None)
+
+    @property
+    def partial(self) -> tuple[str, ...]:
+        """Mesh axes over which a device's sketch is a summand."""
+        return (*ROWS, _TENSOR) if self.parallel == "inputs" else ROWS
+
+    def gather(self, kernel: Array) -> Array:
+        """All of the kernel that this device computes with."""
+        for axis, name in enumerate(("inputs", "outputs")):
+            names = getattr(self, name)
+            if self.parallel == name:
+                names = tuple(n for n in names if n != _TENSOR)
+            kernel = gather(kernel, names, axis)
+        return kernel
+
+    def scatter(self, gradient: Array) -> Array:
+        """:meth:`gather`'s transpose: gradients summed, each device its part.
+
+        Devices along ``tensor`` that compute the same have the same gradient.
+        """
+        for axis, name in enumerate(("inputs", "outputs")):
+            for mesh_axis in getattr(self, name):
+                if mesh_axis != _TENSOR:
+                    gradient = lax.psum_scatter(
+                        gradient, mesh_axis, scatter_dimension=axis, tiled=True
+                    )
+                elif self.parallel != name:
+                    gradient = own_part(gradient, (mesh_axis,), axis)
+        return gradient
+
+
+def gather(array: Array, names: tuple[str, ...], axis: int) -> Array:
+    """The whole of an array that is cut along ``axis`` over mesh axes ``names``.
+
+    bfloat16 travels as its bits: a CPU would send float32.
+    """
+    if parts(names) == 1:
+        return array
+    if array.dtype != jnp.bfloat16:
+        return lax.all_gather(array, names, axis=axis, tiled=True)
+    bits = lax.bitcast_convert_type(array, jnp.uint16)
+    bits = lax.all_gather(bits, names, axis=axis, tiled=True)
+    return lax.bitcast_convert_type(bits, jnp.bfloat16)
+
+
+def offset(names: tuple[str, ...], size: int) -> Array | int:
+    """Index of the first of ``size`` entries that this device holds of an axis."""
+    return lax.axis_index(names) * size if names else 0
+
+
+def parts(names: tuple[str, ...]) -> int:
+    """Number of parts that an axis cut over mesh axes ``names`` has."""
+    return lax.axis_size(names) if names else 1
+
+
+def own_part(array: Array, names: tuple[str, ...], axis: int) -> Array:
+    """This device's part of an array that all hold in full."""
+    if parts(names) == 1:
+        return array
+    size = array.shape[axis] // parts(names)
+    return lax.dynamic_slice_in_dim(array, offset(names, size), size, axis)
+
+
+def enter(x: Array, split: Split | None) -> Array:
+    """``x`` on its way into kernels cut along their outputs: gradients are summed."""
+    if split is None or split.parallel != "outputs" or parts((_TENSOR,)) == 1:
+        return x
+    return linear_call(lambda _, x: x, lambda _, g: lax.psum(g, _TENSOR), (), x)
+
+
+def leave(y: Array, split: Split | None) -> Array:
+    """The sum of what kernels cut along their inputs give; gradients pass through."""
+    if split is None or split.parallel != "inputs" or parts((_TENSOR,)) == 1:
+        return y
+    return linear_call(lambda _, y: lax.psum(y, _TENSOR), lambda _, g: g, (), y)
+
+
+def split_of(layer: object) -> Split | None:
+    """How a layer's kernel lies on the mesh, if it knows of one."""
+    return getattr(layer, "split", None)
+
+
+def total(tree: Tree, axis_name: AxisNames) -> Tree:
+    """Sums over mesh axes; the tree as it is where ``axis_name`` is None."""
+    if axis_name is None:
+        return tree
+    return jax.tree.map(lambda x: lax.psum(x, axis_name), tree)

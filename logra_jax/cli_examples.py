@@ -1,0 +1,88 @@
+"""What `logra COMMAND --help` shows at its end."""
+
+TRAIN = """\
+examples:
+  logra train configs/quickstart.yaml
+  logra train configs/quickstart.yaml train.steps=2 run_dir=runs/try
+  logra train configs/quickstart.yaml sketch.rank=64 kl.budget=constant kl.start=5e-3
+  logra train configs/quickstart.yaml resume=runs/quickstart-20260101-120000
+"""
+SERVE = """\
+examples:
+  logra serve configs/quickstart.yaml serve.python=sgl/bin/python
+  logra serve configs/quickstart.yaml serve.tp=2 'serve.args=[--log-level, debug]'
+then, in another terminal:
+  logra train configs/quickstart.yaml rollout.engine=sglang \\
+      'rollout.urls=[http://127.0.0.1:30000]'
+"""
+EVAL = """\
+examples:
+  logra eval configs/quickstart.yaml eval.samples=1024
+  logra eval runs/quickstart-20260101-120000
+"""
+EXPORT = """\
+example:
+  logra export runs/quickstart-20260101-120000 my-model
+"""
+REPLAY = """\
+examples:
+  logra train configs/quickstart.yaml train.save_updates=true run_dir=runs/kept
+  logra replay path/to/base-model runs/kept/updates my-model
+"""
+PLAN = """\
+No weights are needed: the step is compiled for shapes alone, on virtual devices of the
+CPU. `model.preset=NAME` plans for a well-known model in place of the config's.
+
+examples:
+  logra plan configs/plan-7b.yaml
+  logra plan configs/plan-7b.yaml --devices 4 --card L40S-48GB
+  logra plan configs/quickstart.yaml --devices 4 --card 24 --json \\
+      model.preset=qwen2.5-1.5b model.remat=layer
+"""
+BENCH = """\
+examples:
+  logra bench rollout configs/quickstart.yaml
+  logra bench rollout configs/quickstart.yaml rollout.max_new_tokens=64 --json
+  logra bench merge configs/quickstart.yaml
+"""
+STEP = """\
+No weights are needed: they are random. `model.preset=NAME` measures a well-known shape.
+
+examples:
+  logra bench step configs/quickstart.yaml sketch.rank=64 kl.share=0.0625
+  logra bench step configs/quickstart.yaml --tokens 4096 --json \\
+      model.preset=qwen3-0.6b model.remat=layer model.activations=null
+"""
+SYNC = """\
+The weights of the servers at rollout.urls are changed, and left so. Where there are
+none, a server is started as the section `serve` says, and stopped. All weights go
+through files in rollout.share_dir (null: the temporary directory), which the servers
+must see too; on one machine, files just written are read from memory.
+
+examples:
+  logra bench sync configs/quickstart.yaml serve.python=sgl/bin/python
+  logra bench sync configs/quickstart.yaml --repeat 9 --json \\
+      rollout.engine=sglang 'rollout.urls=[http://127.0.0.1:30000]'
+"""
+OVERLAP = """\
+The config is trained twice, for a few steps each: one batch ahead and synchronously.
+The weights of the servers at rollout.urls are changed, and left so. Where there are
+none, a server is started as the section `serve` says, and stopped. Run directories are
+made in rollout.share_dir (null: the temporary directory), and removed.
+
+examples:
+  logra bench overlap configs/quickstart.yaml serve.python=sgl/bin/python
+  logra bench overlap configs/quickstart.yaml --steps 12 --json \\
+      rollout.pause=in_place rollout.engine=sglang \\
+      'rollout.urls=[http://127.0.0.1:30000]'
+"""
+FIDELITY = """\
+examples:
+  logra fidelity
+  logra fidelity --rank 4 8 16 32 --seeds 1 --plot fidelity.png
+"""
+SPECTRUM = """\
+examples:
+  logra spectrum configs/quickstart.yaml
+  logra spectrum configs/quickstart.yaml sketch.rank=64 --energy 0.8 0.99 --json
+"""

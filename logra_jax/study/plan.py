@@ -1,0 +1,257 @@
+"""`logra plan`: will it fit? The real training step, compiled for shapes alone.
+
+No weights are loaded and no arrays made: the step of each kind of training is compiled
+for as many virtual CPU devices as asked for, and the compiler says what it holds. A CPU
+widens bfloat16 products to float32, so that a GPU's temporaries are smaller, not larger
+than these.
+"""
+
+import dataclasses
+import json
+import time
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from logra_jax.study.trial import (
+    KINDS,
+    Kind,
+    Trial,
+    Workload,
+    build_trial,
+    device_bytes,
+    model_name,
+    on_devices,
+    shapes_of,
+    virtual_devices,
+    workload_of,
+)
+from logra_jax.training.display import Display
+from logra_jax.training.schema import Config
+
+GIB = 2**30
+# Memory of a device as its driver reports it, GiB.
+CARDS = {
+    "T4-16GB": 15.0,
+    "TPU-v5e-16GB": 15.75,
+    "RTX4080-16GB": 15.99,
+    "L4-24GB": 22.5,
+    "RTX4090-24GB": 23.99,
+    "RTX3090-24GB": 24.0,
+    "TPU-v6e-32GB": 31.25,
+    "RTX5090-32GB": 31.84,
+    "A100-40GB": 39.59,
+    "L40S-48GB": 44.99,
+    "H100-80GB": 79.65,
+    "A100-80GB": 80.0,
+    "TPU-v5p-95GB": 95.74,
+    "H200-141GB": 140.4,
+    "B200-180GB": 178.4,
+}
+# Of a card, for programs; the rest is the driver's, the allocator's and the kernels'.
+USABLE = 0.92
+
+
+class Memory(NamedTuple):
+    """Of one device during one update, GiB; the parts add up to ``peak``.
+
+    ``kv_cache`` is not among them: the local engine samples between updates, when
+    activations and sketches are gone.
+    """
+
+    weights: float
+    sketches: float  # gradient accumulators: of sketches, kernels or adapters
+    optimizer: float
+    activations: float  # and all other temporaries
+    other: float  # batch, factors and metrics
+    peak: float
+    kv_cache: float
+    rollout: float  # weights, optimizer state and KV cache
+
+    @property
+    def needed(self) -> float:
+        """By a run that trains and samples in turns."""
+        return max(self.peak, self.rollout)
+
+
+class Planned(NamedTuple):
+    """One kind of training: what it holds, or where it failed."""
+
+    memory: Memory | None
+    lower_seconds: float
+    compile_seconds: float
+    error: str | None = None  # phase and message
+
+
+def plan_command(
+    config: Config,
+    *,
+    devices: int | None,
+    tokens: int,
+    card: str | None,
+    as_json: bool,
+) -> int:
+    """Compile, print, and return the exit code: 0, or 1 if LoGRA does not compile.
+
+    Args:
+        config: its model, sketch, mesh, lengths and batch are used.
+        devices: of the mesh; None takes the config's.
+        tokens: of a microbatch, on each device.
+        card: a name in ``CARDS``, or GiB; None is all of them.
+        as_json: print one JSON object instead of a table.
+
+    Raises:
+        ValueError: bad input, in one sentence.
+    """
+    cards = find_cards(card)
+    result = make_plan(config, devices=devices, tokens=tokens)
+    result["fits"] = _fits(result, cards)
+    result["cards"] = cards
+    if as_json:
+        print(json.dumps(result))
+    else:
+        from logra_jax.study.plan_table import print_plan
+
+        print_plan(result)
+    return 0 if result["kinds"]["logra"]["error"] is None else 1
+
+
+def find_cards(card: str | None) -> dict[str, float]:
+    """Names and GiB: the card of that name or size, or all.
+
+    Raises:
+        ValueError: no such card, and no number.
+    """
+    if card is None:
+        return CARDS
+    by_lower = {name.lower(): name for name in CARDS}
+    matches = [n for low, n in by_lower.items() if low.startswith(card.lower())]
+    if len(matches) == 1 or card.lower() in by_lower:
+        name = by_lower.get(card.lower(), matches[0])
+        return {name: CARDS[name]}
+    try:
+        size = float(card.lower().removesuffix("gib").removesuffix("gb"))
+    except ValueError:
+        size = 0.0
+    if not 0 < size < float("inf"):
+        raise ValueError(
+            f"`--card` must be one of {', '.join(CARDS)} or a size in GiB, got "
+            f"{card!r}."
+        )
+    return {f"{size:g} GiB": size}
+
+
+def make_plan(
+    config: Config, *, devices: int | None = None, tokens: int = 4096
+) -> dict[str, Any]:
+    """What each kind of training holds on each device, for a JSON object.
+
+    Raises:
+        ValueError: bad shapes, too few tokens, more devices than can be had.
+    """
+    from rich.console import Console
+
+    config = on_devices(config, devices)
+    virtual_devices(config.mesh.devices)
+    shapes = shapes_of(config)
+    work = workload_of(config, tokens)
+    kv_cache = kv_cache_bytes(config, work)
+    planned = {}
+    # Standard error: standard output is for the result.
+    with Display(total_steps=0, console=Console(stderr=True)) as display:
+        for kind in KINDS:
+            with display.phase(f"compiling the step of {kind}"):
+                planned[kind] = _plan_kind(config, kind, work, kv_cache)
+    logra = planned["logra"].memory
+    return {
+        "model": model_name(config),
+        "devices": config.mesh.devices,
+        "mesh": dataclasses.asdict(config.mesh),
+        "rank": config.sketch.rank,
+        "dtype": config.model.dtype,
+        "remat": config.model.remat,
+        "peak_gib": None if logra is None else logra.peak,
+        "kinds": {kind: _as_json(p) for kind, p in planned.items()},
+        "workload": work.describe(),
+        "shapes": {
+            n: v for n, v in vars(shapes).items() if isinstance(v, int | float | bool)
+        },
+        "compiled_for": jax.devices("cpu")[0].device_kind,
+        "versions": {n: metadata.version(n) for n in ("logra-jax", "jax", "jaxlib")},
+    }
+
+
+def _as_json(planned: Planned) -> dict[str, Any]:
+    memory = planned.memory
+    gib = {} if memory is None else memory._asdict() | {"needed": memory.needed}
+    return {
+        "gib": gib,
+        "lower_seconds": planned.lower_seconds,
+        "compile_seconds": planned.compile_seconds,
+        "error": planned.error,
+    }
+
+
+def _fits(result: dict[str, Any], cards: dict[str, float]) -> dict[str, Any]:
+    return {
+        kind: {
+            card: bool(part["gib"]) and part["gib"]["needed"] <= USABLE * size
+            for card, size in cards.items()
+        }
+        for kind, part in result["kinds"].items()
+    }
+
+
+def _plan_kind(config: Config, kind: Kind, work: Workload, kv_cache: int) -> Planned:
+    """Compile one kind; an error is part of the answer, not the end of the plan."""
+    phase, began, lowered_in = "tracing", time.perf_counter(), 0.0
+    try:
+        trial = build_trial(config, kind, work, is_abstract=True)
+        lowered = trial.step.lower(trial.state, trial.batch)
+        lowered_in = time.perf_counter() - began
+        phase, began = "compiling", time.perf_counter()
+        compiled = lowered.compile()
+    except (RuntimeError, NotImplementedError) as error:  # the compiler's
+        message = f"{phase}: {type(error).__name__}: {' '.join(str(error).split())}"
+        seconds = time.perf_counter() - began
+        return Planned(None, lowered_in, seconds, message[:500])
+    seconds = time.perf_counter() - began
+    return Planned(measure(trial, compiled, kv_cache), lowered_in, seconds)
+
+
+def measure(trial: Trial, compiled: Any, kv_cache: int = 0) -> Memory:
+    """What a compiled step holds on one device.
+
+    Its peak is arguments + temporaries + outputs, less outputs that lie in arguments'
+    buffers. ``memory_analysis`` speaks of one device: the program is that of a part.
+    """
+    analysis = compiled.memory_analysis()
+    held = analysis.argument_size_in_bytes
+    extra = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    temporary = analysis.temp_size_in_bytes
+    weights = device_bytes(trial.state.weights)
+    optimizer = device_bytes(trial.state.optimizer)
+    sketches = min(trial.gradient_bytes, temporary)
+    sizes = {
+        "weights": weights,
+        "sketches": sketches,
+        "optimizer": optimizer,
+        "activations": temporary - sketches,
+        "other": held - weights - optimizer + extra,
+        "peak": held + temporary + extra,
+        "kv_cache": kv_cache,
+        "rollout": weights + optimizer + kv_cache,
+    }
+    return Memory(**{name: size / GIB for name, size in sizes.items()})
+
+
+def kv_cache_bytes(config: Config, work: Workload) -> int:
+    """Of the local engine on one device, whose batch is `train.batch` rows."""
+    shapes = shapes_of(config)
+    dtype = jnp.dtype(config.model.activations or config.model.dtype)
+    rows = work.batch // work.parts
+    kv_heads = -(-shapes.num_kv_heads // config.mesh.tensor)
+    cells = shapes.num_layers * kv_heads * shapes.head_dim
+    return 2 * rows * (work.prompt + work.new) * cells * dtype.itemsize

@@ -1,0 +1,249 @@
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+from flax import nnx
+
+from logra_jax import cli
+from logra_jax.models.decoder import DecoderConfig
+from logra_jax.models.presets import PRESETS
+from logra_jax.study import plan as plan_module
+from logra_jax.study.plan import CARDS, GIB, find_cards, make_plan, plan_command
+from logra_jax.study.plan_table import print_plan
+from logra_jax.study.trial import (
+    KINDS,
+    build_trial,
+    device_bytes,
+    on_devices,
+    workload_of,
+)
+from logra_jax.training.config import Config, load_config
+
+TINY = DecoderConfig(
+    vocab_size=128,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=256,
+    rope_theta=1e4,
+    rms_norm_eps=1e-5,
+    tie_embeddings=True,
+)
+KERNELS = 3 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48)
+ROWS = 3 * (3 * 32 + 2 * 16 + 2 * 48)  # of all sketches: outputs of the kernels
+TEXT = """
+model: {preset: tiny, remat: layer}
+sketch: {rank: 4}
+rollout: {max_new_tokens: 16}
+train: {steps: 3, batch: 8, microbatch: 8}
+"""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tiny_preset() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setitem(PRESETS, "tiny", TINY)
+        yield
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "tiny.yaml"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def config(path: Path) -> Config:
+    return load_config(path)
+
+
+@pytest.fixture(scope="module")
+def planned(config: Config) -> dict:
+    return make_plan(config, tokens=192)
+
+
+@pytest.fixture
+def logra_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile no baselines: they were, once, for ``planned``."""
+    monkeypatch.setattr(plan_module, "KINDS", ("logra",))
+
+
+# --- batches
+
+
+def test_a_microbatch_has_exactly_the_tokens_asked_for(config):
+    work = workload_of(config, 192)
+    assert (work.rows, work.prompt, work.new, work.batch) == (4, 32, 16, 8)
+    assert work.tokens == 192
+    # 1000 = 20 * 50: two tokens more of prompt
+    work = workload_of(config, 1000)
+    assert (work.rows, work.prompt, work.tokens, work.batch) == (20, 34, 1000, 20)
+
+
+def test_an_update_is_whole_microbatches_and_groups(path):
+    config = load_config(path, ["rl.responses_per_prompt=8", "train.batch=16"])
+    assert workload_of(config, 192 * 3).batch == 24  # 12 rows, groups of 8
+    assert workload_of(config, 192, one_microbatch=True).batch == 8
+
+
+def test_too_few_tokens_are_refused(config):
+    with pytest.raises(
+        ValueError, match=r"`--tokens` must hold a prompt of 32.*got 47"
+    ):
+        workload_of(config, 47)
+
+
+def test_packed_rows_hold_as_many_tokens(path):
+    config = load_config(path, ["train.microbatch_tokens=64"])
+    trial = build_trial(config, "logra", workload_of(config, 192), is_abstract=True)
+    assert trial.batch.packed is not None
+    assert trial.batch.packed.rows.tokens.shape == (1, 2, 192)
+
+
+# --- memory
+
+
+def test_nothing_is_allocated(config):
+    before = len(jax.live_arrays())
+    trial = build_trial(config, "adamw", workload_of(config, 192), is_abstract=True)
+    leaves = jax.tree.leaves((trial.state, trial.batch))
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+    assert len(jax.live_arrays()) == before
+
+
+def test_parts_are_as_large_as_theory_says_and_add_up(planned):
+    gib = {kind: part["gib"] for kind, part in planned["kinds"].items()}
+    weights = 2 * (128 * 32 + 3 * 2 * 32 + 32 + KERNELS)
+    for kind in KINDS:
+        parts = gib[kind]
+        names = ("weights", "sketches", "optimizer", "activations", "other")
+        assert parts["peak"] == pytest.approx(sum(parts[n] for n in names))
+        assert all(parts[n] >= 0 for n in names)
+        assert parts["rollout"] == pytest.approx(
+            parts["weights"] + parts["optimizer"] + parts["kv_cache"]
+        )
+    # addresses of the matrices: three words each
+    assert gib["logra"]["weights"] * GIB == weights + 3 * 7 * 3 * 4
+    assert gib["logra"]["sketches"] * GIB == 4 * 4 * ROWS
+    assert gib["logra"]["optimizer"] * GIB == pytest.approx(4 * ROWS, abs=16)
+    assert gib["adamw"]["sketches"] * GIB == 4 * KERNELS
+    assert gib["adamw"]["optimizer"] * GIB == pytest.approx(8 * KERNELS, abs=16)
+    assert gib["lora"]["optimizer"] == pytest.approx(
+        2 * gib["lora"]["sketches"], rel=1e-3
+    )
+    rows, length, kv_heads, head_dim = 8, 48, 2, 8
+    cells = 3 * rows * length * kv_heads * head_dim
+    assert gib["logra"]["kv_cache"] * GIB == 2 * 2 * cells
+    assert planned["peak_gib"] == gib["logra"]["peak"]
+
+
+@pytest.mark.usefixtures("logra_alone")
+def test_a_mesh_cuts_the_weights_and_its_program_is_of_one_device(config, planned):
+    whole = planned["kinds"]["logra"]["gib"]
+    cut = make_plan(config, devices=4, tokens=192)
+    part = cut["kinds"]["logra"]["gib"]
+    assert cut["mesh"] == {"data": 1, "fsdp": 4, "tensor": 1}
+    assert cut["workload"]["batch"] == 16  # a microbatch of 4 on each of 4 devices
+    norms = 2 * (3 * 2 * 32 + 32) / GIB  # whole on each device
+    assert part["weights"] < whole["weights"] / 4 + norms + 1e-6
+    assert abs(part["other"]) < 0.2 * whole["weights"]
+
+
+def test_the_mesh_of_the_config_is_kept_where_it_has_as_many_devices(path):
+    config = load_config(path, ["mesh.fsdp=2", "mesh.tensor=2"])
+    assert on_devices(config, 4) == on_devices(config, None) == config
+    assert on_devices(config, 2).mesh.fsdp == 2
+    assert on_devices(config, 2).mesh.tensor == 1
+    assert on_devices(load_config(path), None).mesh.devices == 1
+
+
+def test_too_many_devices_for_this_process_are_refused(config):
+    with pytest.raises(ValueError, match="`--devices` must be at most"):
+        make_plan(config, devices=64, tokens=192)
+    with pytest.raises(ValueError, match="`--devices` must be at least 1, got 0"):
+        make_plan(config, devices=0, tokens=192)
+
+
+def test_an_arrays_bytes_are_those_of_one_device(config):
+    mesh = jax.make_mesh((4,), ("x",))
+    spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    array = jax.ShapeDtypeStruct((8, 3), "float32", sharding=spec)
+    assert device_bytes(nnx.State({"a": nnx.Param(array)})) == 2 * 3 * 4
+
+
+# --- cards and failures
+
+
+def test_cards_are_found_by_name_beginning_or_size():
+    assert find_cards("h200-141gb") == {"H200-141GB": CARDS["H200-141GB"]}
+    assert find_cards("t4") == {"T4-16GB": 15.0}
+    assert find_cards("24") == find_cards("24GiB") == {"24 GiB": 24.0}
+    assert find_cards(None) == CARDS
+    for bad in ("H300", "A100", "-3", "nan"):
+        with pytest.raises(ValueError, match=rf"`--card` must be .*got '{bad}'"):
+            find_cards(bad)
+
+
+def test_a_kind_that_does_not_compile_says_phase_and_message(config, monkeypatch):
+    def fail(*args, **options):
+        raise RuntimeError("out of\nmemory")
+
+    monkeypatch.setattr(plan_module, "build_trial", fail)
+    options = {"devices": None, "tokens": 192, "card": None, "as_json": True}
+    assert plan_command(config, **options) == 1
+    result = make_plan(config, tokens=192)
+    assert result["peak_gib"] is None
+    for part in result["kinds"].values():
+        assert part["error"] == "tracing: RuntimeError: out of memory"
+        assert part["gib"] == {}
+
+
+def test_the_command_prints_one_json_object(path, planned, monkeypatch, capsys):
+    def plan(config, **options):
+        assert options == {"devices": None, "tokens": 192}
+        return planned | {"rank": config.sketch.rank}
+
+    monkeypatch.setattr(plan_module, "make_plan", plan)
+    argv = ["plan", str(path), "--json", "--tokens", "192", "--card", "t4"]
+    assert cli.main([*argv, "sketch.rank=2"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    result = json.loads(line)
+    assert result["rank"] == 2
+    assert result["peak_gib"] == result["kinds"]["logra"]["gib"]["peak"]
+    assert result["fits"]["logra"] == {"T4-16GB": True}
+    assert result["shapes"]["hidden_size"] == 32
+    assert {"jax", "logra-jax"} <= set(result["versions"])
+    assert all(part["compile_seconds"] > 0 for part in result["kinds"].values())
+
+
+def test_people_get_a_table(config, planned, capsys):
+    cards = {"small": 1e-6, "large": 1.0}
+    fits = {kind: {"small": False, "large": True} for kind in KINDS}
+    print_plan(planned | {"cards": cards, "fits": fits})
+    text = capsys.readouterr().out
+    assert "4 x (32 + 16) = 192 tokens a device" in " ".join(text.split())
+    assert "large" in text
+    failed = planned["kinds"]["lora"] | {"gib": {}, "error": "compiling: X: y"}
+    kinds = planned["kinds"] | {"lora": failed}
+    one = {kind: {"small": False} for kind in KINDS}
+    print_plan(planned | {"kinds": kinds, "cards": {"small": 1e-6}, "fits": one})
+    text = capsys.readouterr().out
+    assert "LoRA does not compile; compiling: X: y" in text
+    assert "fits small" in text
+
+
+def test_plan_and_bench_plan_are_the_same(path, monkeypatch, capsys):
+    argv = [str(path), "--json", "seed=1", "--devices", "2", "kl.share=0.5"]
+    calls = []
+    monkeypatch.setattr(
+        plan_module, "plan_command", lambda *args, **options: calls.append(options) or 0
+    )
+    for command in (["plan"], ["bench", "plan"]):
+        assert cli.main([*command, *argv]) == 0
+    assert calls == [{"devices": 2, "tokens": 4096, "card": None, "as_json": True}] * 2

@@ -1,0 +1,128 @@
+"""Two processes of two CPU devices each, which talk through gloo on this machine."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from logra_jax.training.distributed import agree, broadcast, is_leader, start
+from logra_jax.training.schema_distributed import DistributedConfig
+
+WORKER = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from logra_jax.training.distributed import agree, broadcast, is_leader, start
+from logra_jax.training.schema_distributed import DistributedConfig
+
+rank = int(sys.argv[2])
+start(DistributedConfig(
+    enabled=True, coordinator=sys.argv[1], processes=2, process=rank
+))
+assert (jax.device_count(), jax.local_device_count()) == (4, 2)
+assert is_leader() == (rank == 0)
+assert [agree(rank == 0), agree(rank == 1), agree(False)] == [True, True, False]
+sent = {
+    "values": np.array([0.25, -1.5], np.float32) + 7 * rank,
+    "counts": np.array([3, 2**31 - 1 - rank], np.int32),
+    "mask": np.array([True, rank == 0]),
+    "share": 0.1 + rank,
+}
+got = broadcast(sent)
+assert got["values"].tolist() == [0.25, -1.5]
+assert got["counts"].tolist() == [3, 2**31 - 1]
+assert got["mask"].tolist() == [True, True]
+assert got["share"] == 0.1  # of 64 bits, all of them
+assert all(got[name].dtype == np.asarray(sent[name]).dtype for name in sent)
+mesh = jax.make_mesh((4,), ("x",))
+whole = np.arange(8.0, dtype=np.float32)
+x = jax.make_array_from_callback(
+    (8,), NamedSharding(mesh, PartitionSpec("x")), lambda at: whole[at]
+)
+assert float(jax.jit(jnp.sum)(x)) == 28.0
+print("met")
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def test_two_processes_meet_agree_and_hear_the_leader():
+    flags = "--xla_force_host_platform_device_count=2"
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    address = f"127.0.0.1:{free_port()}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, address, str(rank)],
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=120) for process in processes]
+    for process, (out, err) in zip(processes, said, strict=True):
+        assert process.returncode == 0, err
+        assert out.endswith("met\n")
+
+
+def test_one_process_leads_agrees_with_itself_and_waits_for_nobody():
+    start(DistributedConfig())
+    assert is_leader()
+    assert agree(True)
+    assert not agree(False)
+    values = np.ones(3, np.float32)
+    assert broadcast({"values": values})["values"] is values
+
+
+def test_processes_that_nobody_describes_are_refused():
+    """In a process of its own: JAX takes no address once it has computed."""
+    code = (
+        "from logra_jax.training.distributed import start\n"
+        "from logra_jax.training.schema_distributed import DistributedConfig\n"
+        "try:\n    start(DistributedConfig(enabled=True))\n"
+        "except ValueError as error:\n    print(error)\n"
+    )
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "OMPI"))}
+    command = [sys.executable, "-c", code]
+    out = subprocess.run(command, env=env, text=True, capture_output=True, check=True)
+    assert "must be given where neither SLURM, Kubernetes nor Open MPI" in out.stdout
+
+
+BAD = [
+    ({"process": 0}, "`distributed.enabled` must be true"),
+    ({"enabled": True, "processes": 2}, "`distributed.coordinator` must be given"),
+    (
+        {"enabled": True, "coordinator": "a", "processes": 2, "process": 0},
+        "must be `HOST:PORT`, got 'a'",
+    ),
+    (
+        {"enabled": True, "coordinator": "a:1", "processes": 2, "process": 2},
+        r"less than `distributed.processes` \(2\), got 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), BAD)
+def test_half_a_description_is_refused(values: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        DistributedConfig(**values)
+
+
+def test_a_run_of_several_processes_is_refused_before_anything_is_written(
+    tiny_config, tmp_path
+):
+    from logra_jax.training.config import load_config
+    from logra_jax.training.loop import train
+
+    several = ["distributed.enabled=true", f"run_dir={tmp_path / 'run'}"]
+    with pytest.raises(ValueError, match=r"`distributed\.enabled` must be false"):
+        train(load_config(tiny_config, several))
+    assert not (tmp_path / "run").exists()
