@@ -89,7 +89,8 @@ def train(config: Config) -> int:
         try:
             return run.go(weights)
         except ValueError:
-            if config.resume is None and not has_metrics(run_dir):
+            begun = has_metrics(run_dir) and read_metrics(run_dir)
+            if config.resume is None and not begun:
                 discard_start(run_dir)
             raise
 
