@@ -22,7 +22,7 @@ from jaxtyping import Array
 
 from logra_jax.algorithm.basis import Basis
 from logra_jax.algorithm.merge import Landing, land_stack
-from logra_jax.algorithm.parallel import Split, total
+from logra_jax.algorithm.parallel import Split, matmul, total, whole
 from logra_jax.algorithm.rounding import ROUNDINGS
 from logra_jax.algorithm.sketch import (
     BasisAddress,
@@ -37,13 +37,9 @@ class WideKernel(nnx.Variable):
     """A kernel (..., k, d) in float32; its cotangent is the kernel's gradient."""
 
 
-def _matmul(x: Array, w: Array, split: Split | None) -> Array:
-    return x @ (split.gather(w) if split else w).astype(x.dtype)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _dense(x: Array, w: Array, wide: Array, split: Split | None) -> Array:
-    return _matmul(x, w, split)
+    return matmul(x, w, split)
 
 
 def _dense_fwd(x, w, wide, split):
@@ -53,7 +49,7 @@ def _dense_fwd(x, w, wide, split):
             "its gradient; differentiate with respect to the `WideKernel` variables "
             "instead."
         )
-    return _matmul(x.value, w.value, split), (x.value, w.value)
+    return matmul(x.value, w.value, split), (x.value, w.value)
 
 
 def _dense_bwd(split, residuals, g):
@@ -61,8 +57,8 @@ def _dense_bwd(split, residuals, g):
     if isinstance(g, jax.custom_derivatives.SymbolicZero):
         g = jnp.zeros(g.shape, x.dtype)
     # Gathered once more: kept, the kernels of all layers would add up to the model.
-    w = split.gather(w) if split else w
-    dx = jnp.einsum("...d,kd->...k", g, w.astype(g.dtype))
+    w = whole(w, split).astype(g.dtype)
+    dx = jnp.einsum("...d,kd->...k", g, w)
     gradient = jnp.einsum(
         "nk,nd->kd",
         x.reshape(-1, x.shape[-1]),
@@ -77,15 +73,15 @@ _dense.defvjp(_dense_fwd, _dense_bwd, symbolic_zeros=True)
 
 @partial(jax.custom_jvp, nondiff_argnums=(3,))
 def _moved(x: Array, w: Array, wide: Array, split: Split | None) -> Array:
-    return _matmul(x, wide, split)
+    return matmul(x, wide, split)
 
 
 @_moved.defjvp
 def _moved_jvp(split, primals, tangents):
     x, w, _ = primals
     x_rate, _, wide_rate = tangents
-    y_rate = _matmul(x_rate, w, split) + _matmul(x, wide_rate, split)
-    return _matmul(x, w, split), y_rate
+    y_rate = matmul(x_rate, w, split) + matmul(x, wide_rate, split)
+    return matmul(x, w, split), y_rate
 
 
 class DenseLinear(TrainedLinear):
@@ -110,8 +106,8 @@ class DenseLinear(TrainedLinear):
         The plain form, in forward mode, is at the kernel itself, and otherwise at
         ``wide``: there it may be another one.
         """
-        matmul = _moved if self.plain else _dense
-        return matmul(x, kernel, self.wide[...], self.split)
+        multiply = _moved if self.plain else _dense
+        return multiply(x, kernel, self.wide[...], self.split)
 
 
 def dense(model: Model, match: str = ".*", seed: int = 0) -> Model:

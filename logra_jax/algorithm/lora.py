@@ -25,7 +25,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, UInt32
 
 from logra_jax.algorithm.basis import matrix_word
-from logra_jax.algorithm.parallel import Split
+from logra_jax.algorithm.parallel import Split, matmul, whole
 from logra_jax.algorithm.sketch import (
     Model,
     TrainedLinear,
@@ -44,9 +44,8 @@ class LoRAFactor(nnx.Variable):
 def _multiply(
     x: Array, w: Array, a: Array, b: Array, scale: float, split: Split | None
 ) -> Array:
-    kernel = (split.gather(w) if split else w).astype(x.dtype)
     low = _project(x, a) @ b.T.astype(x.dtype)
-    return x @ kernel + (scale * low).astype(x.dtype)
+    return matmul(x, w, split) + (scale * low).astype(x.dtype)
 
 
 def _project(x: Array, a: Array) -> Array:
@@ -76,7 +75,7 @@ def _adapted_bwd(scale, split, residuals, g):
     if isinstance(g, jax.custom_derivatives.SymbolicZero):
         g = jnp.zeros(g.shape, x.dtype)
     # Gathered once more: kept, the kernels of all layers would add up to the model.
-    w = split.gather(w) if split else w
+    w = whole(w, split)
     g_projected = scale * (g @ b.astype(g.dtype))
     dx = jnp.einsum("...d,kd->...k", g, w.astype(g.dtype))
     dx = dx + g_projected @ a.astype(g.dtype)
@@ -118,9 +117,9 @@ class LoRALinear(TrainedLinear):
 
     def multiply(self, x: Array, kernel: Array) -> Array:
         """``x @ kernel + scale (x Aᵀ) Bᵀ``."""
-        matmul = _multiply if self.plain else _adapted
+        multiply = _multiply if self.plain else _adapted
         a, b = self.lora_a[...], self.lora_b[...]
-        return matmul(x, kernel, a, b, self.scale, self.split)
+        return multiply(x, kernel, a, b, self.scale, self.split)
 
     def merged_kernel(self) -> Float[Array, "*stack k d"]:
         """``w + scale (B A)ᵀ``, rounded to nearest; one matrix at a time."""

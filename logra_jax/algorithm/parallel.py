@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import linear_call
-from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 AXES = ("data", "fsdp", "tensor")
@@ -41,16 +40,6 @@ class Split(NamedTuple):
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     parallel: str | None = None
-
-    @property
-    def spec(self) -> PartitionSpec:
-        """Of the kernel, less leading axes."""
-        return PartitionSpec(self.inputs or None, self.outputs or None)
-
-    @property
-    def partial(self) -> tuple[str, ...]:
-        """Mesh axes over which a device's sketch is a summand."""
-        return (*ROWS, _TENSOR) if self.parallel == "inputs" else ROWS
 
     def gather(self, kernel: Array) -> Array:
         """All of the kernel that this device computes with."""
@@ -89,6 +78,16 @@ def gather(array: Array, names: tuple[str, ...], axis: int) -> Array:
     bits = lax.bitcast_convert_type(array, jnp.uint16)
     bits = lax.all_gather(bits, names, axis=axis, tiled=True)
     return lax.bitcast_convert_type(bits, jnp.bfloat16)
+
+
+def whole(kernel: Array, split: Split | None) -> Array:
+    """All of a kernel that this device computes with; without a split, the kernel."""
+    return split.gather(kernel) if split else kernel
+
+
+def matmul(x: Array, kernel: Array, split: Split | None = None) -> Array:
+    """``x @ kernel`` in ``x``'s dtype, the kernel gathered first where it is cut."""
+    return x @ whole(kernel, split).astype(x.dtype)
 
 
 def offset(names: tuple[str, ...], size: int) -> Array | int:

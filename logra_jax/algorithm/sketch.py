@@ -22,7 +22,14 @@ from jax import lax
 from jaxtyping import Array, Float, Key, Shaped, UInt32
 
 from logra_jax.algorithm.basis import Basis, entry_scale, jax_entries
-from logra_jax.algorithm.parallel import Split, leave, own_part, parts
+from logra_jax.algorithm.parallel import (
+    Split,
+    leave,
+    matmul,
+    own_part,
+    parts,
+    whole,
+)
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -54,15 +61,11 @@ def _project(
     return (product * entry_scale(kind, rank)).astype(x.dtype)
 
 
-def _matmul(x: Array, w: Array, split: Split | None = None) -> Array:
-    return x @ (split.gather(w) if split else w).astype(x.dtype)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _sketched(
     x: Array, w: Array, probe: Array, key: Array, kind: str, split: Split | None
 ) -> Array:
-    return _matmul(x, w, split)
+    return matmul(x, w, split)
 
 
 def _sketched_fwd(x, w, probe, key, kind, split):
@@ -73,7 +76,7 @@ def _sketched_fwd(x, w, probe, key, kind, split):
             "differentiate with respect to the `logra.Probe` variables instead."
         )
     rank = probe.value.shape[-1]
-    y = _matmul(x.value, w.value, split)
+    y = matmul(x.value, w.value, split)
     return y, (_project(x.value, key.value, rank, kind, split), w.value)
 
 
@@ -83,8 +86,8 @@ def _sketched_bwd(kind, split, residuals, g):
     if isinstance(g, jax.custom_derivatives.SymbolicZero):
         g = jnp.zeros(g.shape, x_projected.dtype)
     # Gathered once more: kept, the kernels of all layers would add up to the model.
-    w = split.gather(w) if split else w
-    dx = jnp.einsum("...d,kd->...k", g, w.astype(g.dtype))
+    w = whole(w, split).astype(g.dtype)
+    dx = jnp.einsum("...d,kd->...k", g, w)
     sketch = jnp.einsum(
         "nd,nr->dr",
         g.reshape(-1, g.shape[-1]),
@@ -155,7 +158,7 @@ def _perturbed(
     x: Array, w: Array, probe: Array, key: Array, kind: str, split: Split | None
 ) -> Array:
     change = _project(x, key, probe.shape[-1], kind, split) @ probe.T.astype(x.dtype)
-    return _matmul(x, w, split) + change
+    return matmul(x, w, split) + change
 
 
 class TrainedLinear(nnx.Module):
@@ -217,8 +220,8 @@ class SketchedLinear(TrainedLinear):
     def multiply(self, x: Array, kernel: Array) -> Array:
         """``x @ kernel``, whose backward forms the sketch."""
         key = self.basis.key(self.address[...])
-        matmul = _perturbed if self.plain else _sketched
-        return matmul(x, kernel, self.probe[...], key, self.basis.kind, self.split)
+        multiply = _perturbed if self.plain else _sketched
+        return multiply(x, kernel, self.probe[...], key, self.basis.kind, self.split)
 
 
 def sketch(

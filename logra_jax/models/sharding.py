@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from logra_jax.algorithm.parallel import AXES, ROWS, Split
+from logra_jax.algorithm.parallel import AXES, ROWS, Split, matmul, whole
 from logra_jax.algorithm.sketch import TrainedLinear, replace_layers
 from logra_jax.models.decoder import Decoder, DecoderConfig
 
@@ -31,7 +31,7 @@ _SPLITS = {
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _frozen(x: Array, w: Array, split: Split | None) -> Array:
-    return x @ (split.gather(w) if split else w).astype(x.dtype)
+    return matmul(x, w, split)
 
 
 def _frozen_fwd(x, w, split):
@@ -40,8 +40,7 @@ def _frozen_fwd(x, w, split):
 
 def _frozen_bwd(split, w, g):
     # Gathered once more: kept, the kernels of all layers would add up to the model.
-    gathered = split.gather(w) if split else w
-    return g @ gathered.astype(g.dtype).T, jnp.zeros_like(w)
+    return g @ whole(w, split).astype(g.dtype).T, jnp.zeros_like(w)
 
 
 _frozen.defvjp(_frozen_fwd, _frozen_bwd)
@@ -52,13 +51,11 @@ class FrozenLinear(TrainedLinear):
 
     def multiply(self, x: Array, kernel: Array) -> Array:
         """``x @ kernel``."""
-        if self.plain:
-            split = self.split
-            return x @ (split.gather(kernel) if split else kernel).astype(x.dtype)
-        return _frozen(x, jax.lax.stop_gradient(kernel), self.split)
+        multiply = matmul if self.plain else _frozen
+        return multiply(x, jax.lax.stop_gradient(kernel), self.split)
 
 
-def place(model: Decoder, *, plain: bool = False) -> Decoder:
+def place(model: Decoder) -> Decoder:
     """A copy, the same buffers, whose layers compute on a device's part of the weights.
 
     For use inside ``jax.shard_map`` only. What was sketched, or is trained otherwise,
@@ -66,7 +63,6 @@ def place(model: Decoder, *, plain: bool = False) -> Decoder:
 
     Args:
         model: the decoder; its arrays may be shapes only.
-        plain: layers in their plain form.
     """
     model = nnx.clone(model)
     frozen: dict[int, FrozenLinear] = {}
@@ -74,7 +70,6 @@ def place(model: Decoder, *, plain: bool = False) -> Decoder:
         # `Decoder.head` gathers the head by itself, once for all chunks of tokens.
         if type(module) is nnx.Linear and path != ("lm_head",):
             frozen[id(module)] = FrozenLinear(module)
-            frozen[id(module)].plain = plain
     replace_layers(model, frozen)
     for path, module in nnx.iter_modules(model):
         if isinstance(module, TrainedLinear):

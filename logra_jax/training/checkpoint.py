@@ -143,9 +143,7 @@ def write_config(run_dir: Path, text: str) -> None:
 def discard_start(run_dir: Path) -> None:
     """Take back what a run that never began has left in its directory."""
     (run_dir / CONFIG_FILE).unlink(missing_ok=True)
-    (run_dir / "metrics.jsonl").unlink(missing_ok=True)  # without a row
-    for directory in (_DIRECTORY, "tensorboard"):
-        shutil.rmtree(run_dir / directory, ignore_errors=True)
+    shutil.rmtree(run_dir / _DIRECTORY, ignore_errors=True)
     with contextlib.suppress(OSError):  # not empty: somebody else's
         run_dir.rmdir()
 

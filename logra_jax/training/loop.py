@@ -89,8 +89,7 @@ def train(config: Config) -> int:
         try:
             return run.go(weights)
         except ValueError:
-            begun = has_metrics(run_dir) and read_metrics(run_dir)
-            if config.resume is None and not begun:
+            if config.resume is None and not has_metrics(run_dir):
                 discard_start(run_dir)
             raise
 
@@ -183,8 +182,9 @@ class _Run:
             begun = None if saved is None else self._unevaluated(saved)
             with (
                 Interrupt(self._acknowledge) as interrupt,
-                self._record(saved, begun) as self.recorder,
                 self._batches(state, interrupt) as batches,
+                # Only now: without its servers a run does not begin.
+                self._record(saved, begun) as self.recorder,
             ):
                 if saved is None or begun is not None:
                     values = (begun or {}) | self._evaluate(state)
@@ -267,7 +267,7 @@ class _Run:
         batches = Batches(config, self.task, self.policy, self.remote)
         try:
             if self.remote:
-                with self.recorder.timed("sync", "finding the servers"):
+                with self.display.phase("finding the servers"):
                     load = config.rollout.load_weights or config.resume is not None
                     self.remote.connect(self.done, state.weights, load=load)
             yield batches
