@@ -7,7 +7,11 @@ from logra_jax.training.checks import at_least
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Devices in a box; their number is the product. One device needs no mesh."""
+    """Devices in a box; their number is the product. One device needs no mesh.
+
+    Several virtual devices of a CPU need more threads than cores, or their collectives
+    wait for each other: set ``NPROC=32`` in the environment.
+    """
 
     data: int = 1
     """Parts of the batch whose devices all hold the same weights."""
