@@ -10,8 +10,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 )
-# Threads of XLA's CPU client. A collective holds one until all devices have arrived, and
-# a program may run two at once: with a thread for each device they wait for each other.
+# Threads of XLA's CPU client. A collective holds one until all devices have arrived,
+# and a program may run two at once: with few threads they wait for each other.
 os.environ.setdefault("NPROC", "32")
 
 import hypothesis

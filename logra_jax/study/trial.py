@@ -29,7 +29,7 @@ from logra_jax.training.assemble import (
     model_directory,
     trainable,
 )
-from logra_jax.training.layout import Layout, batch_specs, build_layout, first_state
+from logra_jax.training.layout import Layout, batch_specs, build_layout
 from logra_jax.training.methods import Method, weights_of
 from logra_jax.training.packing import Fields, pack
 from logra_jax.training.schema import Config
@@ -226,17 +226,21 @@ def build_trial(
     )
     step = build_step(method, optimizer, controller, options, layout)
 
-    start = (method.trained, optimizer, controller)
-    batch = _random_batch(work, shapes.vocab_size)
+    def make_state(weights: nnx.State | None = None) -> TrainState:
+        weights = weights_of(make()) if weights is None else weights
+        trained = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), method.trained)
+        return initial_state(weights, trained, optimizer, controller)
+
+    state, batch = jax.eval_shape(make_state), _random_batch(work, shapes.vocab_size)
+    shardings = layout and layout.state_shardings(optimizer, controller, method.trained)
     if is_abstract:
-        state = jax.eval_shape(lambda: initial_state(weights_of(make()), *start))
-        where = layout and layout.state_shardings(optimizer, controller, method.trained)
-        state, batch = _abstract(state, where), _abstract(batch)
+        state, batch = _abstract(state, shardings), _abstract(batch)
         if layout:
             batch = _abstract(batch, layout.shardings(batch_specs(batch)))
     else:
-        weights = _random_weights(make, layout and layout.shardings(layout.weights))
-        state = first_state(weights, *start, layout)
+        weights = _random_weights(make, shardings and shardings.weights)
+        finish = jax.jit(make_state, donate_argnums=0, out_shardings=shardings)
+        state = finish(weights)
         batch = layout.put_batch(batch) if layout else jax.device_put(batch)
     return Trial(step, state, batch, _gradient_bytes(method, layout))
 
