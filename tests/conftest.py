@@ -2,7 +2,7 @@
 
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Before JAX is imported: tests run on the CPU, on four devices, wherever they run.
@@ -24,6 +24,17 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("logra")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs() -> Iterator[None]:
+    """What a module compiled goes with it.
+
+    A compiled program holds a few of the 65,530 memory maps that Linux allows a
+    process; without one, LLVM crashes.
+    """
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture

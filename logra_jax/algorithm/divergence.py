@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, PyTree
 
 from logra_jax.algorithm.parallel import AxisNames, total
 
@@ -111,29 +111,38 @@ def scaled_logits(
     return logits.astype(jnp.float32) / temperature
 
 
+def chunk_size(tokens: int, chunk: int) -> int:
+    """Tokens in each piece of :func:`map_chunks`: pieces of one size, few as may be."""
+    if chunk < 1:
+        raise ValueError(f"`chunk` must be at least 1 token, got {chunk}.")
+    return -(-tokens // -(-tokens // chunk))
+
+
 def map_chunks(
-    f: Callable[[tuple[Array, ...]], Array], arrays: tuple[Array, ...], chunk: int
-) -> Array:
+    f: Callable[[tuple[Array, ...]], PyTree], arrays: tuple[Array, ...], chunk: int
+) -> PyTree:
     """Apply ``f`` to at most ``chunk`` tokens at a time, one piece after the other.
 
     Args:
-        f: maps arrays (size, features) to one value for each of ``size`` tokens.
+        f: maps arrays (size, features) to a tree of arrays (size, ...).
         arrays: each (tokens, features); padded with zeros to a whole number of pieces.
         chunk: upper bound of ``size``.
 
     Returns:
-        ``f``'s values, (tokens,).
+        ``f``'s values, a tree of arrays (tokens, ...).
     """
-    if chunk < 1:
-        raise ValueError(f"`chunk` must be at least 1 token, got {chunk}.")
     tokens = arrays[0].shape[0]
-    chunks = -(-tokens // chunk)
-    size = -(-tokens // chunks)
+    size = chunk_size(tokens, chunk)
+    chunks = -(-tokens // size)
     padding = chunks * size - tokens
     pieces = [
         jnp.pad(a, ((0, padding), (0, 0))).reshape(chunks, size, -1) for a in arrays
     ]
-    return lax.map(f, tuple(pieces)).reshape(-1)[:tokens]
+
+    def whole(values: Array) -> Array:
+        return values.reshape(-1, *values.shape[2:])[:tokens]
+
+    return jax.tree.map(whole, lax.map(f, tuple(pieces)))
 
 
 def masked_mean(

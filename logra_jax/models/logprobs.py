@@ -1,11 +1,17 @@
 """Log-probabilities of chosen tokens, without the logits of all tokens at once."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from logra_jax.algorithm.divergence import Head, map_chunks
+from logra_jax.algorithm.divergence import Head, chunk_size, map_chunks
+
+Held = tuple[Array, ...]  # the temperature, and what the head closes over
 
 
 def token_logprobs(
@@ -19,8 +25,10 @@ def token_logprobs(
 ) -> Float32[Array, " tokens"]:
     """``log p(target)`` in nats under ``softmax(head(hidden) / temperature)``.
 
-    At most ``chunk`` tokens have logits at a time, also in the backward pass, which
-    computes them again.
+    At most ``chunk`` tokens have logits at a time. A token's log-prob depends on its
+    own hidden state alone: where only those are differentiated, the forward pass makes
+    the slopes too, (tokens, features), and neither logits nor head are seen again.
+    Where the head is trained, the backward pass computes the logits once more.
 
     Args:
         hidden: final hidden states, one per token to predict.
@@ -32,21 +40,72 @@ def token_logprobs(
     """
     if needed is None:
         needed = jnp.ones(targets.shape, bool)
+    temperature = jnp.asarray(temperature, jnp.float32)
+    piece = (chunk_size(len(hidden), chunk), hidden.shape[1])
+    head, held = jax.closure_convert(head, jnp.zeros(piece, hidden.dtype))
+    tokens = (targets[:, None], needed[:, None])
+    return _logprobs(hidden, (temperature, *held), tokens, head, chunk)
 
-    def logprob(h: Array, target: Array) -> Array:
-        z = head(h).astype(jnp.float32) / temperature
-        chosen = jnp.take_along_axis(z, target, axis=-1)[:, 0]
+
+def _plain_logprobs(
+    hidden: Array, held: Held, tokens: tuple[Array, Array], head: Head, chunk: int
+) -> Array:
+    piece = jax.checkpoint(partial(_piece, held=held, head=head))
+    return map_chunks(piece, (hidden, *tokens), chunk)
+
+
+_logprobs = jax.custom_vjp(_plain_logprobs, nondiff_argnums=(3, 4))
+
+
+def _logprobs_fwd(hidden, held, tokens, head, chunk):
+    is_head_trained = any(part.perturbed for part in held)
+    hidden, tokens = hidden.value, tuple(part.value for part in tokens)
+    held = tuple(part.value for part in held)
+    if is_head_trained:
+        values, pull = jax.vjp(
+            lambda hidden, held: _plain_logprobs(hidden, held, tokens, head, chunk),
+            hidden,
+            held,
+        )
+        return values, (pull, None)
+    piece = partial(_piece, held=held, head=head, has_slope=True)
+    values, slopes = map_chunks(piece, (hidden, *tokens), chunk)
+    return values, (None, slopes)
+
+
+def _logprobs_bwd(head, chunk, residuals, g):
+    del head, chunk
+    pull, slopes = residuals
+    if isinstance(g, jax.custom_derivatives.SymbolicZero):
+        g = jnp.zeros(g.shape)
+    if pull is not None:
+        return *pull(g), None
+    return (g[:, None] * slopes).astype(slopes.dtype), None, None
+
+
+_logprobs.defvjp(_logprobs_fwd, _logprobs_bwd, symbolic_zeros=True)
+
+
+def _piece(
+    args: tuple[Array, ...],
+    *,
+    held: Held,
+    head: Callable[..., Array],
+    has_slope: bool = False,
+) -> Any:
+    """Log-probs (size,) of a chunk; or those and their slopes (size, features)."""
+    hidden, targets, needed = args
+    temperature, *weights = held
+
+    def logprob(hidden: Array) -> Array:
+        z = head(hidden, *weights).astype(jnp.float32) / temperature
+        chosen = jnp.take_along_axis(z, targets, axis=-1)[:, 0]
         return chosen - jax.nn.logsumexp(z, -1)
 
-    @jax.checkpoint
-    def piece(args):
-        h, target, needed = args
-        return lax.cond(
-            jnp.any(needed),
-            logprob,
-            lambda h, _: jnp.zeros(len(h), jnp.float32),
-            h,
-            target,
-        )
+    def logprob_and_slope(hidden: Array) -> tuple[Array, Array]:
+        values, pull = jax.vjp(logprob, hidden)
+        return values, *pull(jnp.ones_like(values))
 
-    return map_chunks(piece, (hidden, targets[:, None], needed[:, None]), chunk)
+    compute = logprob_and_slope if has_slope else logprob
+    nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(compute, hidden))
+    return lax.cond(jnp.any(needed), compute, lambda _: nothing, hidden)

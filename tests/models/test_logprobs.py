@@ -75,6 +75,52 @@ def test_logits_of_all_tokens_never_exist_forward_or_backward(problem):
     assert max(sizes(loss(chunked, 1.0, 7))) == max(7 * VOCAB, FEATURES * VOCAB)
 
 
+def head_products(jaxpr) -> int:
+    """Products with the head's matrix, or of its shape, in a jaxpr."""
+    count = sum(
+        eqn.primitive.name == "dot_general"
+        and any(VOCAB in v.aval.shape for v in (*eqn.invars, *eqn.outvars))
+        for eqn in jaxpr.eqns
+    )
+    nested = (sub for eqn in jaxpr.eqns for sub in jaxprs_in_params(eqn.params))
+    return count + sum(map(head_products, nested))
+
+
+def test_a_frozen_head_is_multiplied_twice_and_not_by_the_backward_pass(problem):
+    """Also where it comes from outside a jit and a scan, as in a microbatched step."""
+    hidden, targets, w = problem
+
+    @jax.jit
+    def total(hidden, w):
+        def add(total, hidden):
+            return total + jnp.sum(chunked(hidden, targets, w, 0.7, 8)), None
+
+        return jax.lax.scan(add, 0.0, jnp.stack([hidden, -hidden]))[0]
+
+    def count(f):
+        return head_products(jax.make_jaxpr(f)(hidden, w).jaxpr)
+
+    assert count(total) == 1
+    assert count(jax.grad(total)) == 2
+    _, pull = jax.vjp(lambda h: total(h, w), hidden)
+    assert head_products(jax.make_jaxpr(pull)(1.0).jaxpr) == 0
+    # A trained one: computed again, then the two gradients.
+    assert count(jax.grad(total, (0, 1))) == 4
+
+
+def test_tokens_that_are_not_needed_have_no_slope(problem):
+    hidden, targets, w = problem
+    needed = jnp.arange(TOKENS) < 5
+    frozen = jax.grad(
+        lambda h: token_logprobs(
+            h, targets, lambda h: h @ w, chunk=7, needed=needed
+        ).sum()
+    )(hidden)
+    everywhere = jax.grad(lambda h: direct(h, targets, w, 1.0).sum())(hidden)
+    np.testing.assert_allclose(frozen[:7], everywhere[:7], rtol=1e-4, atol=1e-5)
+    assert not frozen[7:].any()
+
+
 def test_bfloat16_hidden_states_give_float32_logprobs(problem):
     hidden, targets, w = problem
     half = hidden.astype(jnp.bfloat16)
