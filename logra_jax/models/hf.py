@@ -1,4 +1,4 @@
-"""Hugging Face directories in and out: config.json, safetensors, names, tokenizer."""
+"""Hugging Face directories in and out: config.json, names, weights, tokenizer."""
 
 import json
 import os
@@ -25,6 +25,12 @@ from jaxtyping import Array
 from logra_jax.algorithm.digest import TensorDigest, digest_stack
 from logra_jax.models.decoder import Decoder, DecoderConfig
 from logra_jax.models.sharding import check_fits, specs_of
+from logra_jax.models.weight_files import (
+    SHARD_BYTES,
+    WeightFiles,
+    read_json,
+    write_weights,
+)
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 _SIZES = (
@@ -44,7 +50,7 @@ def read_config(directory: str | Path) -> DecoderConfig:
     Raises:
         ValueError: no config.json, or an architecture or option that is not supported.
     """
-    return decoder_config(_read_json(Path(directory) / "config.json"))
+    return decoder_config(read_json(Path(directory) / "config.json"))
 
 
 def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
@@ -141,7 +147,7 @@ def load_decoder(
         check_fits(config, mesh)
         for path, spec in nnx.to_flat_state(specs_of(state)):
             where[path] = NamedSharding(mesh, spec.get_value())
-    with _SafetensorsReader(directory) as reader:
+    with WeightFiles(directory) as reader:
         flat = [
             (
                 path,
@@ -160,6 +166,7 @@ def save_decoder(
     *,
     source: str | Path,
     dtype: DTypeLike = jnp.bfloat16,
+    shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Write ``model`` as a Hugging Face directory that ``transformers`` loads.
 
@@ -172,11 +179,19 @@ def save_decoder(
         directory: to write; must not exist.
         source: the Hugging Face directory that the model came from.
         dtype: of the written tensors.
+        shard_bytes: of tensors in one file, at most; what is more goes into shards
+            with an index.
 
     Raises:
         ValueError: ``directory`` exists already, or ``source`` has no config.json.
     """
-    return save_tensors(named_tensors(model), directory, source=source, dtype=dtype)
+    return save_tensors(
+        named_tensors(model),
+        directory,
+        source=source,
+        dtype=dtype,
+        shard_bytes=shard_bytes,
+    )
 
 
 def save_tensors(
@@ -185,18 +200,16 @@ def save_tensors(
     *,
     source: str | Path,
     dtype: DTypeLike = jnp.bfloat16,
+    shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """:func:`save_decoder` of tensors by their Hugging Face names."""
-    import ml_dtypes  # noqa: F401  numpy's bfloat16, which safetensors looks up by name
-    from safetensors.numpy import save_file
-
     directory, source = Path(directory), Path(source)
     if directory.exists():
         raise ValueError(
             f"`directory` must not exist yet, got {str(directory)!r}; remove it or "
             "choose another."
         )
-    config = _read_json(source / "config.json")
+    config = read_json(source / "config.json")
     config.pop("torch_dtype", None)
     config["dtype"] = jnp.dtype(dtype).name
     aside = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}")
@@ -204,12 +217,8 @@ def save_tensors(
     try:
         _copy_companions(source, aside)
         (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        cast = {
-            name: np.ascontiguousarray(value.astype(jnp.dtype(dtype)))
-            for name, value in tensors
-        }
-        save_file(cast, aside / "model.safetensors", metadata={"format": "pt"})
-        (aside / "model.safetensors").chmod(0o644)
+        cast = ((name, value.astype(jnp.dtype(dtype))) for name, value in tensors)
+        write_weights(cast, aside, shard_bytes=shard_bytes)
         os.replace(aside, directory)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
@@ -309,7 +318,7 @@ def _name(model: Decoder, path: tuple, layer: tuple[int, ...]) -> str:
 
 
 def _load_variable(
-    reader: "_SafetensorsReader",
+    reader: WeightFiles,
     model: Decoder,
     path: tuple,
     variable: nnx.Variable,
@@ -349,83 +358,8 @@ def load_tensors(directory: str | Path) -> dict[str, np.ndarray]:
     Raises:
         ValueError: no weights there, or damaged ones.
     """
-    with _SafetensorsReader(Path(directory)) as reader:
+    with WeightFiles(Path(directory)) as reader:
         return {name: reader.read(name) for name in reader.names()}
-
-
-class _SafetensorsReader:
-    """Tensors by name from model.safetensors, or from shards named in an index."""
-
-    def __init__(self, directory: Path):
-        self.directory = directory
-        index = directory / "model.safetensors.index.json"
-        single = directory / "model.safetensors"
-        if index.exists():
-            self.files = _read_json(index).get("weight_map", {})
-        elif single.exists():
-            self.files = None
-        else:
-            raise ValueError(
-                "`directory` must hold model.safetensors or its shards and index, got "
-                f"{str(directory)!r}, which holds neither."
-            )
-        self._open: dict[str, Any] = {}
-
-    def __enter__(self) -> "_SafetensorsReader":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._open.clear()
-
-    def names(self) -> list[str]:
-        """Of all tensors."""
-        if self.files is not None:
-            return sorted(self.files)
-        return sorted(self._handle("model.safetensors").keys())
-
-    def read(
-        self,
-        name: str,
-        part: tuple[slice, ...] = (),
-        expected: tuple[int, ...] | None = None,
-    ) -> np.ndarray:
-        """One tensor, or a part of it; ``expected`` is the whole one's shape."""
-        from safetensors import SafetensorError
-
-        file = "model.safetensors" if self.files is None else self.files.get(name)
-        if file is None or name not in self._handle(file).keys():  # noqa: SIM118
-            raise ValueError(
-                f"`{name}` is missing from the weights in {str(self.directory)!r}; the "
-                "checkpoint is incomplete or not of this architecture."
-            )
-        try:
-            tensor = self._handle(file).get_slice(name)
-            shape = tuple(tensor.get_shape())
-            if expected is not None and shape != expected:
-                raise ValueError(
-                    f"`{name}` must have shape {expected} by config.json, got {shape} "
-                    f"in {str(self.directory)!r}."
-                )
-            return tensor[part] if part else self._handle(file).get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise self._damaged(file, error) from None
-
-    def _handle(self, file: str) -> Any:
-        import ml_dtypes  # noqa: F401  lets numpy know bfloat16
-        from safetensors import SafetensorError, safe_open
-
-        if file not in self._open:
-            try:
-                self._open[file] = safe_open(self.directory / file, framework="numpy")
-            except (SafetensorError, OSError) as error:
-                raise self._damaged(file, error) from None
-        return self._open[file]
-
-    def _damaged(self, file: str, error: Exception) -> ValueError:
-        return ValueError(
-            f"`{file}` in {str(self.directory)!r} cannot be read: {error}; it is "
-            "damaged or incomplete, fetch it again."
-        )
 
 
 def _copy_companions(source: Path, target: Path) -> None:
@@ -433,20 +367,3 @@ def _copy_companions(source: Path, target: Path) -> None:
         is_weights = file.suffix in (".safetensors", ".bin", ".gguf", ".pt", ".pth")
         if file.is_file() and not is_weights and "index.json" not in file.name:
             shutil.copyfile(file, target / file.name)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise ValueError(
-            f"`{path.name}` must be in {str(path.parent)!r}, but is not; give a "
-            "Hugging Face model directory."
-        ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"`{path}` is not valid JSON: {error}.") from None
-    if not isinstance(value, dict):
-        raise ValueError(
-            f"`{path}` must hold a JSON object, got {type(value).__name__}."
-        )
-    return value

@@ -16,11 +16,13 @@ from logra_jax.models.attention import Span
 from logra_jax.models.decoder import Decoder
 from logra_jax.models.hf import (
     load_decoder,
+    load_tensors,
     named_factors,
     read_config,
     save_decoder,
     tensor_digests,
 )
+from logra_jax.models.weight_files import WeightFiles, write_weights
 
 TOKENS = np.random.default_rng(0).integers(0, 97, (2, 11)).astype(np.int32)
 SIZES = {
@@ -186,6 +188,53 @@ def test_transformers_loads_an_export_to_the_same_logits(checkpoints, kind, tmp_
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys"))
     np.testing.assert_array_equal(logits_of_transformers(model), expected)
     np.testing.assert_allclose(our_logits(out), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama tied", "qwen3"])
+def test_a_large_export_is_cut_into_shards_that_transformers_loads(
+    checkpoints, kind, tmp_path
+):
+    from transformers import AutoModelForCausalLM
+
+    directory, expected = checkpoints[kind]
+    model = load_decoder(directory, dtype=jnp.float32)
+    options = {"source": directory, "dtype": jnp.float32}
+    whole = save_decoder(model, tmp_path / "whole", **options)
+    out = save_decoder(model, tmp_path / "out", **options, shard_bytes=9_000)
+    shards = sorted(path.name for path in out.glob("*.safetensors"))
+    count = len(shards)
+    assert count > 2
+    assert shards == [
+        f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)
+    ]
+    tensors, together = [load_tensors(each) for each in (out, whole)]
+    jax.tree.map(np.testing.assert_array_equal, tensors, together)
+    # As large as may be: none but a tensor that is too large alone.
+    index = json.loads((out / "model.safetensors.index.json").read_text("utf-8"))
+    held = {shard: [] for shard in shards}
+    for name, shard in index["weight_map"].items():
+        held[shard].append(tensors[name].nbytes)
+    assert all(sum(sizes) <= 9_000 or len(sizes) == 1 for sizes in held.values())
+    assert index["metadata"]["total_size"] == sum(map(sum, held.values()))
+    oracle, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys"))
+    np.testing.assert_array_equal(logits_of_transformers(oracle), expected)
+
+
+def test_shards_are_written_as_the_tensors_come(tmp_path):
+    """The host never holds more of a model than one file."""
+    seen = []
+
+    def tensors():
+        for i in range(6):
+            seen.append(len(list(tmp_path.iterdir())))
+            yield f"tensor {i}", np.full((10,), i, np.float32)
+
+    write_weights(tensors(), tmp_path, shard_bytes=80)
+    assert seen == [0, 0, 0, 1, 1, 2]
+    with WeightFiles(tmp_path) as files:
+        assert files.names() == [f"tensor {i}" for i in range(6)]
+        assert all((files.read(f"tensor {i}") == i).all() for i in range(6))
 
 
 def test_export_is_bfloat16_by_default_and_says_so(checkpoints, tmp_path):
