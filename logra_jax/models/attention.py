@@ -173,23 +173,3 @@ def _attend_at_once(q: Array, span: Span, parts: Sequence[Part]) -> Array:
             out += jnp.einsum("btkgs,bskd->btkgd", part, kv.v)
         start = stop
     return out.reshape(batch, time, heads, head_dim)
-
-
-def rotary_angles(
-    positions: Int[Array, "rows time"], head_dim: int, theta: float
-) -> Float[Array, "rows time half"]:
-    """``position * theta^(-2i/head_dim)`` in radians, float32 (RoPE)."""
-    exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-    frequency = theta**-exponent
-    return positions.astype(jnp.float32)[..., None] * frequency[None, None, :]
-
-
-def rotate(
-    x: Float[Array, "batch time heads head_dim"],
-    angles: Float[Array, "_ time half"],
-) -> Float[Array, "batch time heads head_dim"]:
-    """Rotate half-split pairs (Hugging Face's layout) by ``angles``."""
-    cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(rotated, -1).astype(x.dtype)

@@ -22,9 +22,8 @@ from logra_jax.models.attention import (
     Span,
     attend,
     check_attention,
-    rotary_angles,
-    rotate,
 )
+from logra_jax.models.rotary import RopeScaling, rotary_angles, rotate
 from logra_jax.models.stack import REMAT, scan_layers
 
 # Entries of the head that are widened at once: 16 MiB of float32.
@@ -48,6 +47,7 @@ class DecoderConfig:
     tie_embeddings: bool
     qkv_bias: bool = False  # Qwen2
     qk_norm: bool = False  # Qwen3
+    rope_scaling: RopeScaling | None = None
 
 
 class Past(NamedTuple):
@@ -84,8 +84,10 @@ class Attention(nnx.Module):
         v = self.v_proj(h).reshape(heads)
         if c.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        present = KV(rotate(k, rotary), v)
-        out = attend(rotate(q, rotary), span, ((present, span), *past))
+        magnitude = c.rope_scaling.magnitude if c.rope_scaling else 1.0
+        present = KV(rotate(k, rotary, magnitude), v)
+        q = rotate(q, rotary, magnitude)
+        out = attend(q, span, ((present, span), *past))
         return self.o_proj(out.reshape(*h.shape[:2], -1)), present
 
 
@@ -210,7 +212,8 @@ class Decoder(nnx.Module):
         """
         embedding = gather(self.embed_tokens.embedding[...], self.vocab_axes, 0)
         h = take_rows(embedding, tokens).astype(dtype or self.activations)
-        rotary = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
+        c = self.config
+        rotary = rotary_angles(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         see = functools.partial(attend, kind=self.attention, window=window)
         graph, weights = nnx.split(self.layers)
 

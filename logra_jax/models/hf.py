@@ -24,6 +24,7 @@ from jaxtyping import Array
 
 from logra_jax.algorithm.digest import TensorDigest, digest_stack
 from logra_jax.models.decoder import Decoder, DecoderConfig
+from logra_jax.models.rotary import rope_scaling
 from logra_jax.models.sharding import check_fits, specs_of
 from logra_jax.models.weight_files import (
     SHARD_BYTES,
@@ -63,12 +64,10 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     if kind not in MODEL_TYPES:
         raise ValueError(f"`model_type` must be one of {MODEL_TYPES}, got {kind!r}.")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_kind = rope.get("rope_type", rope.get("type", "default"))
     rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     layer_kinds = config.get("layer_types") or ()
     refused = {
         "hidden_act": config.get("hidden_act", "silu") != "silu",
-        "rope_scaling": rope_kind != "default",
         "use_sliding_window": bool(config.get("use_sliding_window")),
         "mlp_bias": bool(config.get("mlp_bias")),
         "attention_bias": bool(config.get("attention_bias")),
@@ -78,14 +77,15 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     }
     for name, is_refused in refused.items():
         if is_refused:
-            value = rope_kind if name == "rope_scaling" else config.get(name)
             raise ValueError(
-                f"`{name}` of config.json is not supported for {kind}, got {value!r}."
+                f"`{name}` of config.json is not supported for {kind}, got "
+                f"{config.get(name)!r}."
             )
     missing = [name for name in _SIZES if config.get(name) is None]
     if missing:
         raise ValueError(f"`{missing[0]}` is missing from config.json.")
     heads = config["num_attention_heads"]
+    max_positions = config.get("max_position_embeddings", 2048)
     return DecoderConfig(
         vocab_size=config["vocab_size"],
         hidden_size=config["hidden_size"],
@@ -94,12 +94,13 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        max_positions=config.get("max_position_embeddings", 2048),
+        max_positions=max_positions,
         rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 1e4),
         rms_norm_eps=config["rms_norm_eps"],
         tie_embeddings=config.get("tie_word_embeddings", False),
         qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
+        rope_scaling=rope_scaling(rope, max_positions),
     )
 
 

@@ -1,13 +1,13 @@
 """Shapes of well-known models by name: enough to plan and to measure, not to sample.
 
-A preset has no weights and no tokenizer. Llama-3.2 stretches its rotary frequencies,
-which a preset leaves out: it changes no shape.
+A preset has no weights and no tokenizer.
 """
 
 import dataclasses
 import difflib
 
 from logra_jax.models.decoder import DecoderConfig
+from logra_jax.models.rotary import RopeScaling
 
 
 def _qwen(
@@ -24,8 +24,12 @@ def _qwen(
 
 
 def _qwen2(*sizes: int, tied: bool = True, **other) -> DecoderConfig:
-    head_dim, own = sizes[0] // sizes[3], {"max_positions": 32768, "qkv_bias": True}
-    return _qwen(*sizes, head_dim=head_dim, tie_embeddings=tied, **own, **other)
+    own = {"max_positions": 32768, "qkv_bias": True, "head_dim": sizes[0] // sizes[3]}
+    return _qwen(*sizes, tie_embeddings=tied, **own | other)
+
+
+# What the Math models of Qwen2.5 have of their own.
+_MATH = {"max_positions": 4096, "rope_theta": 1e4}
 
 
 def _qwen3(*sizes: int, tied: bool = True) -> DecoderConfig:
@@ -50,6 +54,10 @@ PRESETS = {
     "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2),
     "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2),
     "qwen2.5-7b": _qwen2(3584, 18944, 28, 28, 4, tied=False, vocab_size=152064),
+    "qwen2.5-math-1.5b": _qwen2(1536, 8960, 28, 12, 2, **_MATH),
+    "qwen2.5-math-7b": _qwen2(
+        3584, 18944, 28, 28, 4, tied=False, vocab_size=152064, **_MATH
+    ),
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, 8),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, 8),
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, 8),
@@ -59,6 +67,7 @@ PRESETS = {
         vocab_size=128256,
         max_positions=131072,
         rope_theta=5e5,
+        rope_scaling=RopeScaling("llama3", 32.0, 8192, slow=1.0, fast=4.0),
     ),
     "smollm2-135m": _smollm2(576, 1536, 30, 9, 3),
     "smollm2-360m": _smollm2(960, 2560, 32, 15, 5),

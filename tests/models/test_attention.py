@@ -15,8 +15,6 @@ from logra_jax.models.attention import (
     KV,
     Span,
     attend,
-    rotary_angles,
-    rotate,
     visible,
 )
 
@@ -82,16 +80,6 @@ def test_attention_over_parts_is_one_softmax(getkey):
         weights = np.exp(scores - scores.max())
         out[b, t, h] = weights @ np.array(values) / weights.sum()
     close(got, out, 1e-5)
-
-
-def test_rotary_scores_depend_on_distance_alone(getkey):
-    q = jnp.tile(jax.random.normal(getkey(), (1, 1, 1, 8)), (1, 40, 1, 1))
-    k = jnp.tile(jax.random.normal(getkey(), (1, 1, 1, 8)), (1, 40, 1, 1))
-    angles = rotary_angles(jnp.arange(40)[None], 8, 100.0)
-    scores = jnp.einsum("bthd,bshd->ts", rotate(q, angles), rotate(k, angles))
-    for distance in (0, 3, 17):
-        close(np.ptp(np.diagonal(scores, -distance)), 0.0, 1e-4)
-    assert np.ptp(scores[:, 0]) > 0.1
 
 
 def test_an_unknown_kind_is_named():

@@ -37,12 +37,23 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# Both with positions beyond those that were pre-trained on, at 11 tokens.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8}
 # head_dim 16 of Qwen3 is not hidden_size / heads = 6.
 KINDS = {
     "llama tied": ("Llama", {"tie_word_embeddings": True, "rope_theta": 500.0}),
     "llama untied": ("Llama", {"tie_word_embeddings": False, "rope_theta": 500.0}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True, "rope_theta": 3e4}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 16}),
+    "llama stretched": ("Llama", {"tie_word_embeddings": True, "rope": LLAMA3}),
+    "qwen3 stretched": ("Qwen3", {"tie_word_embeddings": True, "rope": YARN}),
 }
 
 
@@ -59,7 +70,7 @@ def build_oracle(kind: str):
     family, options = KINDS[kind]
     options = SIZES | options
     theta = options.pop("rope_theta", 1e6)
-    rope = {"rope_type": "default", "rope_theta": theta}
+    rope = options.pop("rope", {"rope_type": "default"}) | {"rope_theta": theta}
     config = getattr(transformers, f"{family}Config")(**options, rope_parameters=rope)
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
@@ -373,12 +384,12 @@ def test_wrong_shape_is_named_as_it_is_in_the_file(broken, name, right, wrong):
         ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` .* got 0.5"),
         ({"quantization_config": {"bits": 4}}, "`quantization_config` .* got {'bits'"),
         (
-            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
-            "`rope_scaling` .* got 'llama3'",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}},
+            "`rope_scaling` .* got 'dynamic'",
         ),
         (
-            {"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2}},
-            "`rope_scaling` .* got 'linear'",
+            {"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 0}},
+            "`factor` of linear .* got 0",
         ),
         ({"hidden_size": ...}, "`hidden_size` is missing from config.json"),
     ],
