@@ -6,6 +6,11 @@ examples:
   logra train configs/quickstart.yaml train.steps=2 run_dir=runs/try
   logra train configs/quickstart.yaml sketch.rank=64 kl.budget=constant kl.start=5e-3
   logra train configs/quickstart.yaml resume=runs/quickstart-20260101-120000
+one run of several processes, on one mesh of all their devices; SLURM, Kubernetes and
+Open MPI start them, or you do, each with its own distributed.process:
+  srun logra train CONFIG mesh.fsdp=16 distributed.enabled=true
+  logra train CONFIG mesh.fsdp=16 distributed.enabled=true \\
+      distributed.coordinator=HOST:PORT distributed.processes=2 distributed.process=0
 """
 SERVE = """\
 examples:

@@ -25,7 +25,7 @@ from jaxtyping import Array
 from logra_jax.algorithm.digest import TensorDigest, digest_stack
 from logra_jax.models.decoder import Decoder, DecoderConfig
 from logra_jax.models.rotary import rope_scaling
-from logra_jax.models.sharding import check_fits, specs_of
+from logra_jax.models.sharding import check_fits, on_host, specs_of
 from logra_jax.models.weight_files import (
     SHARD_BYTES,
     WeightFiles,
@@ -232,7 +232,7 @@ def named_tensors(model: Decoder) -> Iterator[tuple[str, np.ndarray]]:
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         if path[-1] not in _LEAF:
             continue  # probes and addresses are not weights
-        value = _on_host(variable[...])
+        value = on_host(variable[...])
         for layer in _layers(path, value.shape):
             part = value[layer]
             yield _name(model, path, layer), part.T if path[-1] == "kernel" else part
@@ -254,15 +254,6 @@ def tensor_digests(model: Decoder) -> dict[str, TensorDigest]:
             digest = TensorDigest(value.dtype.name, shape, int(words[layer]))
             digests[_name(model, path, layer)] = digest
     return digests
-
-
-def _on_host(array: Array) -> np.ndarray:
-    """All of an array; of one that other processes hold parts of, asked by all."""
-    if array.is_fully_addressable:
-        return np.asarray(array)
-    from jax.experimental import multihost_utils
-
-    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def _everywhere(flat: Mapping[tuple, Array]) -> Sharding | None:

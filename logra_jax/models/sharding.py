@@ -177,3 +177,12 @@ def put_everywhere(value: ArrayLike, sharding: NamedSharding) -> Array:
     return jax.make_array_from_callback(
         value.shape, sharding, lambda index: value[index], dtype=value.dtype
     )
+
+
+def on_host(array: Array) -> np.ndarray:
+    """All of an array; of one that other processes hold parts of, asked by all."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))

@@ -170,6 +170,7 @@ def load_policy(
         dtype=config.model.dtype,
         activations=config.model.activations,
         remat=config.model.remat,
+        mesh=mesh,
     )
     model.attention = config.model.attention
     shapes = model.config
@@ -184,7 +185,7 @@ def load_policy(
     if mesh is not None:
         method = method_of(config, place(model))
         layout = build_layout(mesh, method, weights)
-        weights = jax.device_put(weights, layout.shardings(layout.weights))
+        weights = layout.put_weights(weights)
     prompts = [
         encode_question(tokenizer, q, config.task.system_prompt)
         for q in (*task.train, *task.held_out)
@@ -223,9 +224,15 @@ def mesh_of(config: Config) -> Mesh | None:
     """The devices of a run; None for a single one.
 
     Raises:
-        ValueError: there are not as many.
+        ValueError: there are not as many, or more that a process would be left out of.
     """
-    mesh = config.mesh
+    mesh, several = config.mesh, jax.process_count() > 1
+    if several and mesh.devices != jax.device_count():
+        raise ValueError(
+            "`mesh.data` times `mesh.fsdp` times `mesh.tensor` must be the number of "
+            f"devices of all {jax.process_count()} processes ({jax.device_count()}), "
+            f"got {mesh.devices}."
+        )
     return None if mesh.devices == 1 else make_mesh(mesh.data, mesh.fsdp, mesh.tensor)
 
 

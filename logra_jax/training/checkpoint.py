@@ -46,6 +46,8 @@ _FREE = (
     "rollout.share_dir",
     "serve.",
 )
+# What may differ between the processes of one run.
+_OWN = ("distributed.", "cache_dir")
 
 
 class Checkpoints:
@@ -140,6 +142,19 @@ def write_config(run_dir: Path, text: str) -> None:
     os.replace(aside, run_dir / CONFIG_FILE)
 
 
+def check_shared(run_dir: Path) -> None:
+    """See what the leader of several processes has begun.
+
+    Raises:
+        ValueError: this process has another file system.
+    """
+    if not (run_dir / CONFIG_FILE).exists():
+        raise ValueError(
+            "`run_dir` must lie on a file system that all processes of the run share, "
+            f"got {str(run_dir)!r}, where this one finds no {CONFIG_FILE}."
+        )
+
+
 def discard_start(run_dir: Path) -> None:
     """Take back what a run that never began has left in its directory."""
     (run_dir / CONFIG_FILE).unlink(missing_ok=True)
@@ -163,6 +178,23 @@ def check_resumable(config: Config, stored: Config) -> None:
         raise ValueError(
             f"`{key}` must stay {theirs.get(key)!r} in a resumed run, got "
             f"{ours.get(key)!r}; put it back or start a new run."
+        )
+
+
+def check_same(config: Config, leaders: Config) -> None:
+    """Refuse to take part in another run than the leader of several processes.
+
+    Raises:
+        ValueError: the first field that differs, with both values.
+    """
+    ours, theirs = (_flat(dataclasses.asdict(c)) for c in (config, leaders))
+    for key in sorted(ours.keys() | theirs.keys()):
+        if key.startswith(_OWN) or ours.get(key) == theirs.get(key):
+            continue
+        raise ValueError(
+            f"`{key}` must be {theirs.get(key)!r} as in the first process of the run, "
+            f"got {ours.get(key)!r}; start all with the same command but for "
+            "`distributed.process`."
         )
 
 

@@ -90,10 +90,13 @@ class Display:
     Args:
         total_steps: updates in the run.
         console: where to write; None is standard output.
+        silent: write nothing there; another process of the run does.
     """
 
-    def __init__(self, total_steps: int, *, console: Console | None = None):
-        self._console = console or Console(highlight=False)
+    def __init__(
+        self, total_steps: int, *, console: Console | None = None, silent: bool = False
+    ):
+        self._console = console or Console(highlight=False, quiet=silent)
         self._total = total_steps
         self._first_column = max(4, 2 * len(str(total_steps)) + 1)
         self._gap, self._columns = self._fit()
@@ -105,7 +108,7 @@ class Display:
         self._finished: list[tuple[int, float]] = []  # (step, when) of this process
         self._spinner = Spinner("dots", style="cyan")
         self._live: Live | None = None
-        if self._console.is_interactive:
+        if self._console.is_interactive and not silent:
             self._live = Live(
                 get_renderable=self._bottom_line,
                 console=self._console,

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Key
 
-from logra_jax.rl.rewards import RewardPool
+from logra_jax.rl.rewards import PendingRewards, RewardPool
 from logra_jax.rl.tasks import Question
 from logra_jax.rollout.types import Sampling
 from logra_jax.training.assemble import (
@@ -24,6 +24,7 @@ from logra_jax.training.assemble import (
 from logra_jax.training.checkpoint import CONFIG_FILE, Checkpoints
 from logra_jax.training.config import load_config
 from logra_jax.training.display import Display
+from logra_jax.training.distributed import from_leader, is_leader
 
 
 def evaluate(
@@ -69,14 +70,19 @@ def evaluate(
             key, batch_key = jax.random.split(key)
             filled = repeat_to(part, batch)
             _, texts = policy.respond(weights, filled, sampling, batch_key)
-            pending.append(rewards.submit(part, texts[: len(part)]))
-        values = [float(v) for p in pending for v in p.result().values]
+            if is_leader():
+                pending.append(rewards.submit(part, texts[: len(part)]))
+        values = from_leader(_scores, pending)
         mean = math.fsum(values) / len(values)
         variance = math.fsum((v - mean) ** 2 for v in values) / len(values)
         result[f"heldout/{name}"] = mean
         result[f"heldout/{name}_se"] = math.sqrt(variance / len(values))
         result[f"heldout/{name}_n"] = len(values)
     return result
+
+
+def _scores(pending: Sequence[PendingRewards]) -> list[float]:
+    return [float(value) for part in pending for value in part.result().values]
 
 
 def evaluate_command(target: str, overrides: Sequence[str] = ()) -> int:

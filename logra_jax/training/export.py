@@ -1,16 +1,19 @@
 """A run's model as a Hugging Face directory."""
 
 import shutil
+from collections import deque
 from pathlib import Path
 
+import jax
 from flax import nnx
 
 from logra_jax.algorithm.lora import merge_lora
-from logra_jax.models.hf import save_decoder
+from logra_jax.models.hf import named_tensors, save_tensors
 from logra_jax.training.assemble import load_policy, load_task, model_directory
 from logra_jax.training.checkpoint import CONFIG_FILE, Checkpoints
 from logra_jax.training.config import load_config
 from logra_jax.training.display import Display
+from logra_jax.training.distributed import from_leader, is_leader
 from logra_jax.training.methods import Method
 
 MODEL_DIRECTORY = "model"
@@ -21,7 +24,8 @@ def export_model(
 ) -> Path:
     """Write the weights as a Hugging Face directory, in place of an earlier export.
 
-    Adapters are merged into the kernels beside them.
+    Adapters are merged into the kernels beside them. Of several processes all take
+    part, and the leader writes.
 
     Args:
         method: of the run.
@@ -29,10 +33,17 @@ def export_model(
         source: the directory the model came from (config, tokenizer).
         directory: to write.
     """
-    if directory.exists():
-        shutil.rmtree(directory)
     model = merge_lora(nnx.merge(method.graph, method.whole(weights)))
-    return save_decoder(model, directory, source=source)
+    tensors = named_tensors(model)
+    if jax.process_count() > 1:  # gathered by all before the leader does what may fail
+        tensors = list(tensors) if is_leader() else deque(tensors, maxlen=0)
+
+    def write() -> Path:
+        if directory.exists():
+            shutil.rmtree(directory)
+        return save_tensors(tensors, directory, source=source)
+
+    return from_leader(write)
 
 
 def export_command(run_dir: str | Path, out_dir: str | Path) -> int:

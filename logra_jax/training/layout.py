@@ -133,6 +133,15 @@ class Layout(NamedTuple):
 
         return jax.tree_util.tree_map_with_path(spec, state)
 
+    def put_weights(self, weights: nnx.State) -> nnx.State:
+        """Weights that were read onto the mesh, and others that every process holds."""
+
+        def put(value: Array, sharding: NamedSharding) -> Array:
+            is_there = value.sharding == sharding
+            return value if is_there else put_everywhere(value, sharding)
+
+        return jax.tree.map(put, weights, self.shardings(self.weights))
+
     def put_batch(self, batch: Batch) -> Batch:
         """A batch that every process holds on the mesh, its rows cut over devices."""
         return jax.tree.map(put_everywhere, batch, self.shardings(batch_specs(batch)))

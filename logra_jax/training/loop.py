@@ -1,5 +1,6 @@
 """The training loop: rollout, reward, update, and everything a run leaves behind."""
 
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,11 +35,20 @@ from logra_jax.training.checkpoint import (
     CONFIG_FILE,
     Checkpoints,
     check_resumable,
+    check_same,
+    check_shared,
     discard_start,
     write_config,
 )
 from logra_jax.training.config import load_config, to_yaml
 from logra_jax.training.display import Display
+from logra_jax.training.distributed import (
+    agree,
+    from_leader,
+    is_leader,
+    start,
+    together,
+)
 from logra_jax.training.evaluate import evaluate
 from logra_jax.training.export import MODEL_DIRECTORY, export_model
 from logra_jax.training.interrupt import Interrupt
@@ -61,35 +71,39 @@ def train(config: Config) -> int:
     Face directory. SIGINT or SIGTERM ends the run after the update under way, with a
     checkpoint; a run killed at any instant resumes from its newest one.
 
+    Of several processes (:mod:`logra_jax.training.distributed`) each makes the same
+    calls, with its devices' parts of them; the leader writes, shows and scores, and
+    tells the others. A signal to any of them ends all after the same update.
+
     Returns:
         The exit status: 0, or 128 + the signal's number.
 
     Raises:
         ValueError: one sentence on what is wrong with the config or its inputs.
     """
-    if config.distributed.enabled:
-        raise ValueError(
-            "`distributed.enabled` must be false in `logra train`, which runs in one "
-            "process for now, got true; cut the model over this process's devices "
-            "with `mesh.fsdp`."
-        )
+    start(config.distributed)
     enable_compile_cache(config)
-    run_dir = _choose_run_dir(config)
-    with Display(config.train.steps) as display, build_rewards(config) as rewards:
-        rewards.warm()
-        task = load_task(config)
+    together(check_same, config, from_leader(lambda: config))
+    run_dir = from_leader(_choose_run_dir, config)
+    display = Display(config.train.steps, silent=not is_leader())
+    with display, build_rewards(config) as rewards:
+        if is_leader():
+            rewards.warm()
+        task = together(load_task, config)
         with display.phase("preparing the model"):
-            directory = model_directory(config)
+            directory = together(model_directory, config)
         with display.phase("loading the model"):
-            policy, weights = load_policy(config, task, directory)
+            policy, weights = together(load_policy, config, task, directory)
         run = _Run(config, run_dir, directory, task, policy, rewards, display)
         # Only now: a start that was refused leaves no run behind.
-        write_config(run_dir, to_yaml(config))
+        from_leader(write_config, run_dir, to_yaml(config))
         del policy
         try:
+            together(check_shared, run_dir)
             return run.go(weights)
         except ValueError:
-            if config.resume is None and not has_metrics(run_dir):
+            is_new = config.resume is None and not has_metrics(run_dir)
+            if is_leader() and is_new:
                 discard_start(run_dir)
             raise
 
@@ -179,20 +193,20 @@ class _Run:
             # An update's results are bound to their devices: so is what it begins with,
             # or the second update and rollout would be compiled once more.
             state = jax.tree.map(lambda a: jax.device_put(a, a.sharding), state)
-            begun = None if saved is None else self._unevaluated(saved)
+            begun = None if saved is None else from_leader(self._unevaluated, saved)
             with (
                 Interrupt(self._acknowledge) as interrupt,
                 self._batches(state, interrupt) as batches,
                 # Only now: without its servers a run does not begin.
-                self._record(saved, begun) as self.recorder,
+                together(self._record, saved, begun) as self.recorder,
             ):
                 if saved is None or begun is not None:
                     values = (begun or {}) | self._evaluate(state)
                     self.recorder.hold(Row(self.done, values))
                     self.recorder.settle()
-                reached = self._reached()
+                reached = from_leader(self._reached)
                 while self.done < train.steps and not (
-                    interrupt or reached or self.lost
+                    reached or self.lost or agree(interrupt.number)
                 ):
                     state, row = self._update(state, batches)
                     if row is None:
@@ -205,13 +219,13 @@ class _Run:
                     if self.done % train.checkpoint_every == 0:
                         self._save(checkpoints, state)
                 self._save(checkpoints, state)
-            if interrupt:
+            if number := agree(interrupt.number):
                 self.display.note(
-                    f"stopped by {interrupt.name} after step {self.done}, all of "
-                    f"it saved; continue with the same command and "
-                    f"resume={self.run_dir}"
+                    f"stopped by {signal.Signals(number).name} after step "
+                    f"{self.done}, all of it saved; continue with the same command "
+                    f"and resume={self.run_dir}"
                 )
-                return 128 + interrupt.number
+                return 128 + number
             if self.lost:
                 raise ValueError(
                     f"{self.lost} The run is saved up to step {self.done}; "
@@ -234,7 +248,11 @@ class _Run:
         """
         kept = self._kept_step(saved) if begun is None or saved is None else saved - 1
         return Recorder(
-            self.config, self.run_dir, self.display, kept=kept, began=self.began
+            self.config,
+            self.run_dir if is_leader() else None,
+            self.display,
+            kept=kept,
+            began=self.began,
         )
 
     @contextmanager
@@ -324,7 +342,7 @@ class _Run:
         batches.start_ahead(index)
         seen = staleness(completions, index)
         with recorder.timed("reward", "reward"):
-            rewards = self.rewards.score(questions, texts)
+            rewards = from_leader(self.rewards.score, questions, texts)
         batch = to_batch(
             completions,
             rewards,
@@ -399,6 +417,9 @@ class _Run:
                 self.source,
                 self.run_dir / MODEL_DIRECTORY,
             )
+        from_leader(self._conclude)
+
+    def _conclude(self) -> None:
         with self.display.phase("drawing plots"):
             write_plots(self.run_dir)
         rows = [r for r in read_metrics(self.run_dir) if "heldout/greedy" in r]

@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from logra_jax.algorithm import alignment
 from logra_jax.algorithm.capture import Measure, Tap, measurements, tapped
+from logra_jax.models.sharding import on_host
 from logra_jax.rl.advantages import RunningMean
 from logra_jax.training.objective import LossOptions, advantages_of, policy_terms
 from logra_jax.training.state import Batch, TrainState, evenly, rows
@@ -83,7 +84,7 @@ def build_measuring(
     """
     cotangents = build_cotangents(graph, probes, options, measure, responses=responses)
     return lambda weights, baseline, batch: measurements(
-        cotangents(weights, baseline, batch)
+        jax.tree.map(on_host, cotangents(weights, baseline, batch))
     )
 
 

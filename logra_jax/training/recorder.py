@@ -66,7 +66,7 @@ class Recorder:
 
     Args:
         config: of the run.
-        run_dir: the run directory.
+        run_dir: the run directory; None keeps no record, another process does.
         display: shows the rows.
         kept: the journal's last step to keep; None for a new one.
         began: when the process began, by ``time.monotonic``.
@@ -75,7 +75,7 @@ class Recorder:
     def __init__(
         self,
         config: Config,
-        run_dir: Path,
+        run_dir: Path | None,
         display: Display,
         *,
         kept: int | None,
@@ -88,11 +88,13 @@ class Recorder:
         self._phases_met: dict[str, int] = {}
         self._warned: set[str] = set()
         self._compiled = 0.0  # seconds, as of the last row
-        self._alarms = AlarmLog(run_dir, resume_step=kept)
+        self._journal: Journal | None = None
         with contextlib.ExitStack() as stack:
             self._compiles = stack.enter_context(CompileWatch())
             self._waiter = stack.enter_context(ThreadPoolExecutor(1, "waiter"))
-            self._journal = stack.enter_context(Journal(run_dir, resume_step=kept))
+            if run_dir is not None:
+                self._alarms = AlarmLog(run_dir, resume_step=kept)
+                self._journal = stack.enter_context(Journal(run_dir, resume_step=kept))
             self._stack = stack.pop_all()
 
     def __enter__(self) -> "Recorder":
@@ -149,7 +151,7 @@ class Recorder:
         An alarm is shown when it begins, and recorded at every step that it lasts.
         """
         row, self._held = self._held, None
-        if row is None:
+        if row is None or self._journal is None:
             return
         if row.ended:
             ended = row.ended.result()

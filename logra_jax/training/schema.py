@@ -343,6 +343,13 @@ class Config:
         )
         self._check_batch_on_mesh()
         require(
+            not self.distributed.enabled or self.rollout.engine == "local",
+            "rollout.engine",
+            self.rollout.engine,
+            "be local when `distributed.enabled` is true",
+            "a run on SGLang servers is of one process",
+        )
+        require(
             self.monitor.every == 0 or self.monitor.responses <= batch,
             "monitor.responses",
             self.monitor.responses,

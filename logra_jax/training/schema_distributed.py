@@ -7,10 +7,10 @@ from logra_jax.training.checks import at_least
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """How the processes of one run find each other; the same command starts each.
+    """How the processes of a `logra train` find each other; other commands run in one.
 
-    :func:`logra_jax.training.distributed.start` takes it; `logra train` runs in one
-    process for now, and refuses more.
+    The same command starts each, with the number of its own where no cluster manager
+    gives it. `mesh` spans the devices of all; `run_dir` lies where all can reach it.
     """
 
     enabled: bool = False

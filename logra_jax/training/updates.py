@@ -10,12 +10,15 @@ from logra_jax.algorithm.digest import TensorDigest, model_digest
 from logra_jax.models.hf import named_factors, tensor_digests
 from logra_jax.rollout.history import History
 from logra_jax.rollout.wire import Update
+from logra_jax.training.distributed import is_leader
 
 UPDATES_DIRECTORY = "updates"  # of a run directory
 
 
 class Updates:
     """Makes the update of each step, with the digests of the weights around it.
+
+    Of several processes all make it, and the leader keeps it.
 
     Args:
         run_dir: the run directory; updates are kept in it.
@@ -28,7 +31,7 @@ class Updates:
         keep: number of newest updates kept; None keeps all.
 
     Attributes:
-        history: the updates that are kept.
+        history: the updates that are kept; in the leader alone.
         digests: of every weight after the last update, by Hugging Face name.
     """
 
@@ -48,14 +51,20 @@ class Updates:
         keep: int | None = None,
     ):
         directory = run_dir / UPDATES_DIRECTORY
-        self.history = History(directory, keep=keep, version=version)
+        if is_leader():
+            self.history = History(directory, keep=keep, version=version)
         self._graph, self._probes = graph, probes
         self._basis, self._rounding = basis, rounding
         self.digests = tensor_digests(nnx.merge(graph, probes, weights))
 
     def write(self, version: int, factors: nnx.State, weights: nnx.State) -> bytes:
-        """Keep the update to ``version``, which made ``weights``; its bytes."""
-        return self.history.write(self._make(version, factors, weights))
+        """Keep the update to ``version``, which made ``weights``.
+
+        Returns:
+            Its bytes; none where another process keeps it.
+        """
+        update = self._make(version, factors, weights)
+        return self.history.write(update) if is_leader() else b""
 
     def _make(self, version: int, factors: nnx.State, weights: nnx.State) -> Update:
         model = nnx.merge(self._graph, self._probes, weights)

@@ -8,14 +8,23 @@ import sys
 import numpy as np
 import pytest
 
-from logra_jax.training.distributed import agree, broadcast, is_leader, start
+from logra_jax.training.distributed import (
+    agree,
+    broadcast,
+    from_leader,
+    is_leader,
+    start,
+    together,
+)
 from logra_jax.training.schema_distributed import DistributedConfig
 
 WORKER = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from logra_jax.training.distributed import agree, broadcast, is_leader, start
+from logra_jax.training.distributed import (
+    agree, broadcast, from_leader, is_leader, start, together
+)
 from logra_jax.training.schema_distributed import DistributedConfig
 
 rank = int(sys.argv[2])
@@ -25,6 +34,7 @@ start(DistributedConfig(
 assert (jax.device_count(), jax.local_device_count()) == (4, 2)
 assert is_leader() == (rank == 0)
 assert [agree(rank == 0), agree(rank == 1), agree(False)] == [True, True, False]
+assert agree(2**31 - 1 - rank) == 2**31 - 1
 sent = {
     "values": np.array([0.25, -1.5], np.float32) + 7 * rank,
     "counts": np.array([3, 2**31 - 1 - rank], np.int32),
@@ -37,6 +47,31 @@ assert got["counts"].tolist() == [3, 2**31 - 1]
 assert got["mask"].tolist() == [True, True]
 assert got["share"] == 0.1  # of 64 bits, all of them
 assert all(got[name].dtype == np.asarray(sent[name]).dtype for name in sent)
+
+
+def fail(kind, message):
+    raise kind(message)
+
+
+def told(f, *args):
+    try:
+        f(*args)
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+called = []
+said = from_leader(lambda n: called.append(1) or {"n": n, "long": "x" * 10_000}, rank)
+assert said == {"n": 0, "long": "x" * 10_000}
+assert called == [1] * (rank == 0)
+assert told(from_leader, fail, ValueError, "bad") == ("ValueError", "bad")
+raised = told(from_leader, fail, OSError, "no room")
+assert raised == ("RuntimeError" if rank else "OSError", "no room")
+assert together(lambda: rank) == rank
+for failing in (0, 1):
+    failed = told(together, lambda: rank == failing and fail(KeyError, "mine"))
+    assert failed[0] == ("KeyError" if rank == failing else "ValueError")
+assert agree(False) == 0  # they are in step still
 mesh = jax.make_mesh((4,), ("x",))
 whole = np.arange(8.0, dtype=np.float32)
 x = jax.make_array_from_callback(
@@ -80,6 +115,8 @@ def test_one_process_leads_agrees_with_itself_and_waits_for_nobody():
     assert not agree(False)
     values = np.ones(3, np.float32)
     assert broadcast({"values": values})["values"] is values
+    assert from_leader(dict, values=values)["values"] is values
+    assert together(dict, values=values)["values"] is values
 
 
 def test_processes_that_nobody_describes_are_refused():
@@ -114,15 +151,3 @@ BAD = [
 def test_half_a_description_is_refused(values: dict, message: str):
     with pytest.raises(ValueError, match=message):
         DistributedConfig(**values)
-
-
-def test_a_run_of_several_processes_is_refused_before_anything_is_written(
-    tiny_config, tmp_path
-):
-    from logra_jax.training.config import load_config
-    from logra_jax.training.loop import train
-
-    several = ["distributed.enabled=true", f"run_dir={tmp_path / 'run'}"]
-    with pytest.raises(ValueError, match=r"`distributed\.enabled` must be false"):
-        train(load_config(tiny_config, several))
-    assert not (tmp_path / "run").exists()
