@@ -22,6 +22,10 @@ from logra_jax.algorithm.rounding import (
 from logra_jax.algorithm.sketch import Probe
 from logra_jax.algorithm.slicing import BFLOAT16_SLICES_ARE_CONVERTED
 
+# Parts, at most, that a stack's bits are copied in where bfloat16 slices are converted:
+# each costs a pass over the stack, and holds so much less of it.
+_GROUPS = 4
+
 
 class Landing(NamedTuple):
     """How much of an update arrived on the weights; sums over each matrix of a stack.
@@ -127,20 +131,24 @@ def _merge(
         raise ValueError(f"`rounding` must be one of {ROUNDINGS}, got {rounding!r}.")
     flat = dict(nnx.to_flat_state(weights))
     factors = _factors(updates, basis)
-    landings = {}
+    landings, landed = {}, [f[...] for f in factors.values()]
     for layer in sorted({path[:-1] for path in factors}):
         integers, exponents = (factors[*layer, n] for n in ("integers", "exponents"))
         split = splits.get(".".join(map(str, layer)), Split())
         _check_layer(flat, layer, integers.shape, parts(split.outputs))
         w, words = flat[*layer, "kernel"], flat[*layer, "address"]
+        # One stack after the other, and none before there are factors: left alone, XLA
+        # prepares the landing of all of them first, and holds it through the step.
+        stack, landed = lax.optimization_barrier((w[...], landed))
         kernel, landing = _merge_stack(
-            w[...],
+            stack,
             integers[...],
             exponents[...],
             words[...],
             _Rule(basis, rounding, split),
             measure,
         )
+        landed = kernel
         flat[*layer, "kernel"] = w.replace(kernel)
         flat[*layer, "address"] = words.replace(words[...].at[..., 1].add(1))
         if landing is not None:
@@ -240,33 +248,53 @@ def land_stack(
     addresses = addresses.reshape(-1, 3)
     layers = addresses.shape[0]
 
-    def merge_layers(stacked: Array, stored: DTypeLike = kernel.dtype):
+    def merge_layers(
+        stacked: Array, first: Array | int = 0, stored: DTypeLike = kernel.dtype
+    ) -> tuple[Array, Array]:
+        count = stacked.shape[0]
+
         def take(stacked: Array, i: Array) -> Array:
             return lax.dynamic_index_in_dim(stacked, i, keepdims=False)
 
         def merge_layer(i: Array, carry: tuple[Array, Array, Array]):
             stacked, held, sums = carry
             w = lax.bitcast_convert_type(held, kernel.dtype)
-            intended = change(i)
-            before, after = _land_matrix(w, intended, addresses[i], rounding, split)
+            intended = change(first + i)
+            address = addresses[first + i]
+            before, after = _land_matrix(w, intended, address, rounding, split)
             if measure:
                 sums = sums.at[i].set(_measure(before, after, intended))
             w = lax.bitcast_convert_type(_narrow(after, kernel.dtype), stored)
             stacked = lax.dynamic_update_index_in_dim(stacked, w, i, 0)
-            return stacked, take(stacked, jnp.minimum(i + 1, layers - 1)), sums
+            return stacked, take(stacked, jnp.minimum(i + 1, count - 1)), sums
 
         # A loop over donated buffers, not scan or vmap: those hold the weights twice.
         # The layer is read an iteration ahead: if it were read beside the write, XLA
         # would copy the stack first, once for every layer.
-        sums = jnp.zeros((layers, len(Landing._fields), d), jnp.float32)
-        first = take(stacked, jnp.int32(0))
-        stacked, _, sums = lax.fori_loop(0, layers, merge_layer, (stacked, first, sums))
+        sums = jnp.zeros((count, len(Landing._fields), d), jnp.float32)
+        held = take(stacked, jnp.int32(0))
+        stacked, _, sums = lax.fori_loop(0, count, merge_layer, (stacked, held, sums))
         return stacked, sums
 
-    def merge_bits(stacked: Array):  # in place but for one copy of the stack's bits
-        bits = lax.bitcast_convert_type(stacked, jnp.uint16)
-        bits, sums = merge_layers(bits, jnp.uint16)
-        return lax.bitcast_convert_type(bits, kernel.dtype), sums
+    def merge_bits(stacked: Array) -> tuple[Array, Array]:
+        # In place but for the bits of a group of layers. A group is written by a pass
+        # over the stack that converts it within a fusion.
+        groups = max(n for n in range(1, _GROUPS + 1) if layers % n == 0)
+        size = layers // groups
+
+        def merge_group(i: Array, carry: tuple[Array, Array]):
+            stacked, sums = carry
+            group = lax.dynamic_slice_in_dim(stacked, i * size, size)
+            bits = lax.bitcast_convert_type(group, jnp.uint16)
+            bits, new = merge_layers(bits, i * size, jnp.uint16)
+            group = lax.bitcast_convert_type(bits, kernel.dtype)
+            return (
+                lax.dynamic_update_slice_in_dim(stacked, group, i * size, 0),
+                lax.dynamic_update_slice_in_dim(sums, new, i * size, 0),
+            )
+
+        sums = jnp.zeros((layers, len(Landing._fields), d), jnp.float32)
+        return lax.fori_loop(0, groups, merge_group, (stacked, sums))
 
     stacked = kernel.reshape(-1, k, d)
     if kernel.dtype == jnp.bfloat16 and BFLOAT16_SLICES_ARE_CONVERTED:
@@ -321,6 +349,9 @@ def _land_matrix(
             row = library.arange(0, d)[None, :] + offset(split.outputs, d)
             column = library.arange(0, k)[:, None] + offset(split.inputs, k)
             width = k * parts(split.inputs)
+            # The barrier keeps XLA from hashing the indices ahead of the loop over
+            # layers, and so from holding four bytes for each weight of a matrix.
+            address, row, column = lax.optimization_barrier((address, row, column))
             noise = stochastic_noise(_words(address), row, column, width)
     return before, land(library, before, change, noise)
 
