@@ -55,8 +55,9 @@ def scan_layers(
     held = {i: a for i, a in enumerate(leaves) if a.dtype == jnp.bfloat16}
     scanned = {i: a for i, a in enumerate(leaves) if i not in held}
 
-    def body(carry: Any, part: tuple):
+    def body(carry: Any, bits: Any, part: tuple):
         index, sliced, inputs = part
+        carry = jax.tree.map(_from_kept, carry, bits)
         # Sliced inside the checkpoint: a slice that was kept for the backward pass of
         # each layer would add up to a copy of the stack.
         sliced |= {i: take_layer(a, index) for i, a in held.items()}
@@ -65,7 +66,34 @@ def scan_layers(
 
     body = jax.checkpoint(body, policy=policy)
     indices = jnp.arange(len(leaves[0]))
-    return lax.scan(body, carry, (indices, scanned, inputs))
+    return lax.scan(
+        lambda carry, part: body(carry, jax.tree.map(_to_keep, carry), part),
+        carry,
+        (indices, scanned, inputs),
+    )
+
+
+def _to_keep(carry: jax.Array) -> jax.Array:
+    """What a checkpoint keeps of its input: of bfloat16 the bits.
+
+    All layers' inputs are a stack too, which the backward pass would convert.
+    """
+    if carry.dtype != jnp.bfloat16:
+        return carry
+    return lax.bitcast_convert_type(carry, jnp.uint16)
+
+
+@jax.custom_jvp
+def _from_kept(carry: jax.Array, kept: jax.Array) -> jax.Array:
+    """``carry``, computed from what was kept of it."""
+    if carry.dtype != jnp.bfloat16:
+        return kept
+    return lax.bitcast_convert_type(kept, carry.dtype)
+
+
+@_from_kept.defjvp
+def _from_kept_jvp(primals, tangents):
+    return _from_kept(*primals), tangents[0]
 
 
 def _policy(remat: str) -> Callable:
