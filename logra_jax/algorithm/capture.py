@@ -110,6 +110,8 @@ class TappedLinear(SketchedLinear):
         tokens: that every call must have, batch dimensions multiplied.
     """
 
+    takes_pieces = False  # a measurement is of all tokens
+
     def __init__(self, linear: SketchedLinear, measure: Measure, tokens: int):
         for name, value in vars(linear).items():
             if not name.startswith("_"):

@@ -94,6 +94,8 @@ class DenseLinear(TrainedLinear):
         address: (..., 3) uint32, where the bits of stochastic rounding are drawn from.
     """
 
+    takes_pieces = False  # a gradient like the kernel's would be held for the sum too
+
     def __init__(self, linear: nnx.Linear, addresses: Array):
         super().__init__(linear)
         # The place of what `widen` makes: here it would be a copy of the kernel.

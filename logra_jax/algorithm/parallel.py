@@ -17,7 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import linear_call
+from jax.typing import DTypeLike
 from jaxtyping import Array
+
+from logra_jax.algorithm.slicing import BARRIERS_ARE_FORGOTTEN, take_rows
 
 AXES = ("data", "fsdp", "tensor")
 ROWS = ("data", "fsdp")  # axes that the batch is cut over
@@ -73,11 +76,61 @@ def gather(array: Array, names: tuple[str, ...], axis: int) -> Array:
     """
     if parts(names) == 1:
         return array
-    if array.dtype != jnp.bfloat16:
-        return lax.all_gather(array, names, axis=axis, tiled=True)
-    bits = lax.bitcast_convert_type(array, jnp.uint16)
-    bits = lax.all_gather(bits, names, axis=axis, tiled=True)
-    return lax.bitcast_convert_type(bits, jnp.bfloat16)
+    return from_bits(
+        lax.all_gather(_bits(array), names, axis=axis, tiled=True), array.dtype
+    )
+
+
+def gather_bits(
+    array: Array, names: tuple[str, ...], after: Array, *, tiled: bool
+) -> Array:
+    """The whole of an array that is cut over mesh axes ``names``, not before ``after``.
+
+    Left alone, XLA gathers once for all that use the array, at the beginning, and holds
+    the whole until the last one has. bfloat16 stays bits (uint16), for
+    :func:`from_bits`: of all of it that is a copy.
+
+    Args:
+        array: this device's part.
+        names: more than one part.
+        after: what the gather waits for; to be used from then on behind a barrier
+            with ``array``.
+        tiled: parts follow each other along axis 0, in place of a new axis.
+    """
+    bits = _bits(array)
+    if BARRIERS_ARE_FORGOTTEN and bits.dtype == jnp.uint16:
+        bits ^= _no_bits(after)
+    return lax.all_gather(bits, names, axis=0, tiled=tiled)
+
+
+def gather_rows(table: Array, names: tuple[str, ...], rows: Array) -> Array:
+    """``table[rows]`` of a table whose rows are cut over mesh axes ``names``.
+
+    The whole table exists only for as long as that takes.
+    """
+    if parts(names) == 1:
+        return take_rows(table, rows)
+    table, rows = lax.optimization_barrier((table, rows))
+    return from_bits(gather_bits(table, names, rows, tiled=True)[rows], table.dtype)
+
+
+def _no_bits(array: Array) -> Array:
+    """Zero, uint16, that comes from an array's first number without XLA knowing."""
+    some = lax.stop_gradient(array).reshape(-1)[0]
+    if jnp.issubdtype(some.dtype, jnp.floating):
+        some = lax.bitcast_convert_type(some.astype(jnp.float32), jnp.uint32)
+    return (lax.population_count(some) >> 8).astype(jnp.uint16)
+
+
+def _bits(array: Array) -> Array:
+    is_sent_as_bits = array.dtype == jnp.bfloat16
+    return lax.bitcast_convert_type(array, jnp.uint16) if is_sent_as_bits else array
+
+
+def from_bits(array: Array, dtype: DTypeLike) -> Array:
+    """The numbers again, where an array is the bits of such."""
+    is_bits = array.dtype == jnp.uint16
+    return lax.bitcast_convert_type(array, dtype) if is_bits else array
 
 
 def whole(kernel: Array, split: Split | None) -> Array:

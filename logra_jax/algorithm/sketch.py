@@ -169,7 +169,10 @@ class TrainedLinear(nnx.Module):
         bias: (..., d) or None, frozen.
         plain: use the plain twin (forward mode, finite changes) instead.
         split: inside ``jax.shard_map``, how the kernel lies on the mesh.
+        takes_pieces: of the tokens, whose gradients then add up.
     """
+
+    takes_pieces = True
 
     def __init__(self, linear: nnx.Linear):
         self.kernel = linear.kernel

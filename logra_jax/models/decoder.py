@@ -7,7 +7,7 @@ the layer index is put back (:meth:`Decoder.tensor_name`).
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,19 +15,21 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from logra_jax.algorithm.parallel import enter, gather, split_of
-from logra_jax.algorithm.slicing import rows_within, take_layer, take_rows
+from logra_jax.algorithm.parallel import enter, gather_rows, parts, split_of
 from logra_jax.models.attention import (
     KV,
     Span,
     attend,
     check_attention,
 )
+from logra_jax.models.head import logits_of
 from logra_jax.models.rotary import RopeScaling, rotary_angles, rotate
 from logra_jax.models.stack import REMAT, scan_layers
 
-# Entries of the head that are widened at once: 16 MiB of float32.
-_HEAD_BLOCK = 2**22
+# Entries of the MLP's features in a piece of the tokens: 64 MiB of float32.
+_PIECE = 2**24
+
+Tree = TypeVar("Tree")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,30 +94,54 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU."""
+    """SwiGLU, of a piece of the tokens at a time where that saves memory.
 
-    def __init__(self, c: DecoderConfig, dtype: DTypeLike, rngs: nnx.Rngs):
+    Args:
+        c: shapes.
+        dtype: of the weights.
+        in_pieces: in the backward pass too, which then computes each piece again.
+        rngs: for random weights.
+    """
+
+    def __init__(
+        self, c: DecoderConfig, dtype: DTypeLike, in_pieces: bool, rngs: nnx.Rngs
+    ):
         def linear(d_in: int, d_out: int) -> nnx.Linear:
             return nnx.Linear(d_in, d_out, use_bias=False, param_dtype=dtype, rngs=rngs)
 
         self.gate_proj = linear(c.hidden_size, c.intermediate_size)
         self.up_proj = linear(c.hidden_size, c.intermediate_size)
         self.down_proj = linear(c.intermediate_size, c.hidden_size)
+        self.in_pieces = in_pieces
 
     def __call__(self, h):
         """``down(silu(gate(h)) * up(h))``."""
-        h = enter(h, split_of(self.gate_proj))
+        layers = self.gate_proj, self.up_proj, self.down_proj
+        h = enter(h, split_of(layers[0]))
+        if split_of(layers[0]) or not all(
+            getattr(x, "takes_pieces", True) for x in layers
+        ):
+            return self._activate(h)  # on a mesh each piece would gather anew
+        limit = _PIECE // self.gate_proj.kernel.shape[-1]
+        if self.in_pieces:
+            return map_pieces(jax.checkpoint(self._activate), h, limit)
+        if getattr(layers[0], "plain", False):
+            # nothing is kept, but forward mode holds all terms of a sum together
+            return map_pieces(self._activate, h, limit)
+        return self._activate(h)
+
+    def _activate(self, h):
         return self.down_proj(jax.nn.silu(self.gate_proj(h)) * self.up_proj(h))
 
 
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and MLP, each with its residual."""
 
-    def __init__(self, c: DecoderConfig, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, c: DecoderConfig, dtype: DTypeLike, remat: str, rngs: nnx.Rngs):
         self.input_layernorm = _norm(c.hidden_size, c, dtype, rngs)
         self.self_attn = Attention(c, dtype, rngs)
         self.post_attention_layernorm = _norm(c.hidden_size, c, dtype, rngs)
-        self.mlp = MLP(c, dtype, rngs)
+        self.mlp = MLP(c, dtype, remat in ("layer", "offload"), rngs)
 
     def __call__(self, h, rotary, span, past, attend=attend):
         """The next hidden states, and the keys and values of the present tokens."""
@@ -164,7 +190,7 @@ class Decoder(nnx.Module):
         @nnx.split_rngs(splits=config.num_layers)
         @nnx.vmap(in_axes=(0,), out_axes=0)
         def stack(rngs):
-            return DecoderLayer(config, dtype, rngs)
+            return DecoderLayer(config, dtype, remat, rngs)
 
         self.embed_tokens = nnx.Embed(
             config.vocab_size, config.hidden_size, param_dtype=dtype, rngs=rngs
@@ -210,8 +236,8 @@ class Decoder(nnx.Module):
             Hidden states for :meth:`logits`, and a :class:`KV` of (layers, batch,
             time, kv_heads, head_dim).
         """
-        embedding = gather(self.embed_tokens.embedding[...], self.vocab_axes, 0)
-        h = take_rows(embedding, tokens).astype(dtype or self.activations)
+        h = gather_rows(self.embed_tokens.embedding[...], self.vocab_axes, tokens)
+        h = h.astype(dtype or self.activations)
         c = self.config
         rotary = rotary_angles(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         see = functools.partial(attend, kind=self.attention, window=window)
@@ -235,26 +261,27 @@ class Decoder(nnx.Module):
 
     def head(self) -> Callable[[Array], Array]:
         """:meth:`logits` as a function; a head cut over a mesh is gathered once."""
+        return self.head_after(())[0]
+
+    def head_after(self, arrays: Tree) -> tuple[Callable[[Array], Array], Tree]:
+        """:meth:`head`, not gathered before there are ``arrays``; and the arrays.
+
+        The gathered head is the largest matrix of the model. Left alone, XLA gathers it
+        once for all that use it, and holds it until the last one has. So it waits for
+        what it will be used on, and is gathered anew for the next.
+
+        Args:
+            arrays: a tree, to be used from then on as it is returned.
+        """
         is_tied = self.config.tie_embeddings
         if not is_tied and not isinstance(self.lm_head, nnx.Linear):
-            return lambda hidden: self.lm_head(hidden).astype(jnp.float32)
+            return lambda hidden: self.lm_head(hidden).astype(jnp.float32), arrays
         head = (self.embed_tokens.embedding if is_tied else self.lm_head.kernel)[...]
-        head = gather(head, self.vocab_axes, 0 if is_tied else 1)
-
-        def logits(hidden: Array) -> Array:
-            is_widened = head.dtype != hidden.dtype
-            if jax.default_backend() == "cpu" and head.dtype == jnp.bfloat16:
-                is_widened = True  # a CPU multiplies in float32, whatever it is given
-            if is_widened:
-                return _wide_logits(hidden, head, is_tied)
-            return jnp.einsum(
-                "...h,vh->...v" if is_tied else "...h,hv->...v",
-                hidden,
-                head,
-                preferred_element_type=jnp.float32,
-            )
-
-        return logits
+        if parts(self.vocab_axes) > 1:
+            head, arrays = jax.lax.optimization_barrier((head, arrays))
+        after = next(iter(jax.tree.leaves(arrays)), None)
+        logits = logits_of(head, is_tied=is_tied, names=self.vocab_axes, after=after)
+        return logits, arrays
 
     def tensor_name(self, path: str, layer: tuple[int, ...] = ()) -> str:
         """Hugging Face's name of the weight matrix at a dotted path of this model."""
@@ -263,40 +290,18 @@ class Decoder(nnx.Module):
         return f"{path}.weight" if path == "lm_head" else f"model.{path}.weight"
 
 
-def _wide_logits(hidden: Array, head: Array, is_tied: bool) -> Array:
-    """float32 logits from a narrower head (vocab, h), or (h, vocab) if not tied.
-
-    A block of the head is widened at a time, in the backward pass once more: a float32
-    copy of all of it would be as large as several layers.
-    """
-    rows, columns = head.shape
-    blocks = head.reshape(-1, rows_within((rows, columns), _HEAD_BLOCK), columns)
-    indices = jnp.arange(blocks.shape[0])
-
-    def widen(index: Array) -> Array:
-        return take_layer(blocks, index).astype(hidden.dtype)
-
-    def product(hidden: Array, block: Array) -> Array:
-        return jnp.matmul(hidden, block, preferred_element_type=jnp.float32)
-
-    @jax.checkpoint
-    def some_logits(index: Array, hidden: Array) -> Array:
-        return product(hidden, widen(index).T)
-
-    @jax.checkpoint
-    def add_features(index: Array, hidden: Array) -> Array:
-        return product(hidden, widen(index))
-
-    if is_tied:
-        parts = jax.lax.map(lambda i: some_logits(i, hidden), indices)
-        return jnp.moveaxis(parts, 0, -2).reshape(*hidden.shape[:-1], -1)
-    features = hidden.reshape(*hidden.shape[:-1], *blocks.shape[:2])
-    logits, _ = jax.lax.scan(
-        lambda total, part: (total + add_features(*part), None),
-        jnp.zeros((*hidden.shape[:-1], head.shape[-1]), jnp.float32),
-        (indices, jnp.moveaxis(features, -2, 0)),
-    )
-    return logits
+def map_pieces(
+    f: Callable[[Array], Array], h: Float[Array, "*rows features"], limit: int
+) -> Array:
+    """``f(h)`` of a function of single tokens, at most ``limit`` of them at a time."""
+    tokens = h.reshape(-1, h.shape[-1])
+    pieces = -(-len(tokens) // max(1, limit))
+    if pieces == 1:
+        return f(h)
+    size = -(-len(tokens) // pieces)
+    padded = jnp.pad(tokens, ((0, pieces * size - len(tokens)), (0, 0)))
+    found = jax.lax.map(f, padded.reshape(pieces, size, -1))
+    return found.reshape(pieces * size, -1)[: len(tokens)].reshape(*h.shape[:-1], -1)
 
 
 def _norm(size: int, c: DecoderConfig, dtype: DTypeLike, rngs: nnx.Rngs):

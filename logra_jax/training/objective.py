@@ -66,10 +66,11 @@ def policy_terms(
     Without a correction the PPO ratio is to the engine's log-probs, and clipped. With
     one it is to the trainer's own, and each token weighs what the correction says.
     """
+    head, hidden = model.head_after(response_hidden(model, batch))
     logprobs = token_logprobs(
-        response_hidden(model, batch),
+        hidden,
         batch.completions.reshape(-1),
-        model.head(),
+        head,
         temperature=options.temperature,
     ).reshape(batch.completions.shape)
     return _terms(logprobs, batch.logprobs, batch.mask, advantages, options)
@@ -108,11 +109,12 @@ def packed_terms(
     )
     # Only what predicts a token goes through the head, which is most of the work.
     hidden = jnp.take_along_axis(hidden, packed.column[..., None], axis=1)
+    head, hidden = model.head_after(hidden)
     slots = jnp.arange(packed.column.shape[1])[None]
     logprobs = token_logprobs(
         hidden.reshape(-1, hidden.shape[-1]),
         packed.target.reshape(-1),
-        model.head(),
+        head,
         temperature=options.temperature,
         needed=(slots < packed.targets[:, None]).reshape(-1),
     )

@@ -235,7 +235,8 @@ class _Parts:
                 model = self.model(weights, trained, plain=True)
                 return response_hidden(model, batch, jnp.float32)
 
-            head = self.model(weights, trained, plain=True).head()
+            model = self.model(weights, trained, plain=True)
+            head, proposal = model.head_after(proposal)
             mask = batch.mask.reshape(-1)
             policy = (hidden, head, trained, proposal, mask)
             temperature = self.options.loss.temperature
@@ -283,11 +284,11 @@ class _Parts:
 
         def realised(weights, trained, batch, before):
             model = self.model(weights, trained, plain=False)
-            after = response_hidden(model, batch, jnp.float32)
+            head, after = model.head_after(response_hidden(model, batch, jnp.float32))
             return realised_kl(
                 before,
                 after,
-                model.head(),
+                head,
                 batch.mask.reshape(-1),
                 temperature=self.options.loss.temperature,
                 axis_name=self.axes,

@@ -1,9 +1,14 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+import logra_jax as logra
+from logra_jax.algorithm.capture import Tap, measurements, raw, tapped
+from logra_jax.models import decoder as decoder_module
 from logra_jax.models.attention import Span
 from logra_jax.models.decoder import REMAT, Decoder, DecoderConfig, Past
 from logra_jax.rollout.local import prefill
@@ -197,3 +202,76 @@ def test_names_are_those_of_hugging_face():
         model.tensor_name("layers.self_attn.q_proj", (2,))
         == "model.layers.2.self_attn.q_proj.weight"
     )
+
+
+# --- the MLP, a piece of the tokens at a time
+
+
+def sketches_of(remat: str, tokens: jax.Array):
+    """The jitted sketches of a loss as a function of the probes, and zeros."""
+    model = logra.sketch(build(remat), 4, "_proj$")
+    graph, probes, weights = nnx.split(model, logra.Probe, ...)
+
+    def loss(probes):
+        return jnp.sum(jnp.sin(hidden_of(nnx.merge(graph, probes, weights), tokens)))
+
+    return jax.jit(jax.grad(loss)), probes
+
+
+@pytest.mark.parametrize("tokens_of_a_piece", [1, 5, 12])
+@pytest.mark.parametrize("remat", ["layer", "none"])
+def test_pieces_of_the_tokens_have_the_sketches_of_all(
+    remat, tokens_of_a_piece, monkeypatch
+):
+    tokens = jnp.arange(12).reshape(2, 6)
+    gradient, probes = sketches_of(remat, tokens)
+    expected = gradient(probes)
+    limit = tokens_of_a_piece * CONFIG.intermediate_size
+    monkeypatch.setattr(decoder_module, "_PIECE", limit)
+    jax.clear_caches()
+    gradient, probes = sketches_of(remat, tokens)
+    jax.tree.map(close, gradient(probes), expected)
+
+
+def test_forward_mode_in_pieces_has_the_rate_of_change_of_all(monkeypatch):
+    tokens = jnp.arange(12).reshape(2, 6)
+    model = logra.perturbed(logra.sketch(build(), 4, "_proj$"))
+    graph, probes, weights = nnx.split(model, logra.Probe, ...)
+    rates = jax.tree.map(lambda p: p + 0.1, probes)
+
+    def rate():
+        jax.clear_caches()
+        hidden = lambda p: hidden_of(nnx.merge(graph, p, weights), tokens)  # noqa: E731
+        return jax.jvp(hidden, (probes,), (rates,))
+
+    expected = rate()
+    monkeypatch.setattr(decoder_module, "_PIECE", 5 * CONFIG.intermediate_size)
+    jax.tree.map(close, rate(), expected)
+
+
+def test_features_of_all_tokens_never_exist_where_only_inputs_are_kept(monkeypatch):
+    wide = dataclasses.replace(CONFIG, intermediate_size=2048, num_layers=2)
+    monkeypatch.setitem(globals(), "CONFIG", wide)
+    tokens = jnp.zeros((4, 64), jnp.int32)
+
+    def temporaries():
+        jax.clear_caches()
+        gradient, probes = sketches_of("layer", tokens)
+        return gradient.lower(probes).compile().memory_analysis().temp_size_in_bytes
+
+    features = 4 * tokens.size * wide.intermediate_size
+    whole = temporaries()
+    monkeypatch.setattr(decoder_module, "_PIECE", 16 * wide.intermediate_size)
+    assert temporaries() < whole - 3 * features
+
+
+def test_what_needs_all_tokens_at_once_gets_them(monkeypatch):
+    monkeypatch.setattr(decoder_module, "_PIECE", 5 * CONFIG.intermediate_size)
+    jax.clear_caches()
+    model = tapped(logra.sketch(build("layer"), 4, "_proj$"), raw, tokens=12)
+    graph, taps, rest = nnx.split(model, Tap, ...)
+    tokens = jnp.arange(12).reshape(2, 6)
+    found = jax.grad(
+        lambda taps: jnp.sum(hidden_of(nnx.merge(graph, taps, rest), tokens))
+    )(taps)
+    assert measurements(found)["layers.mlp.up_proj"]["x"].shape[1] == tokens.size

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import logra_jax as logra
-from logra_jax.models import decoder as decoder_module
+from logra_jax.models import head as head_module
 from logra_jax.models import stack as stack_module
 from logra_jax.models.attention import Span
 from logra_jax.models.decoder import REMAT, Decoder, DecoderConfig
@@ -92,7 +92,7 @@ def test_forward_mode_goes_through_the_slices():
 def test_no_pass_over_a_decoder_holds_a_copy_of_its_weights(
     remat, activations, monkeypatch
 ):
-    monkeypatch.setattr(decoder_module, "_HEAD_BLOCK", 96 * CONFIG.hidden_size)
+    monkeypatch.setattr(head_module, "_HEAD_BLOCK", 96 * CONFIG.hidden_size)
 
     def build():
         model = Decoder(CONFIG, activations=activations, remat=remat, rngs=nnx.Rngs(0))
@@ -127,7 +127,7 @@ def test_a_wider_hidden_state_meets_the_head_in_blocks(is_tied, monkeypatch):
         return h @ head.astype(jnp.float32)
 
     for block in (1, 7 * 64 * 4, 2**22):
-        monkeypatch.setattr(decoder_module, "_HEAD_BLOCK", block)
+        monkeypatch.setattr(head_module, "_HEAD_BLOCK", block)
         np.testing.assert_allclose(
             model.logits(hidden), plain(hidden), rtol=1e-5, atol=1e-5
         )
@@ -176,3 +176,28 @@ def test_a_device_without_host_memory_offloads_nothing(monkeypatch):
     expected = "`remat` may be 'offload' only .* got abacus with device; use 'layer'"
     with pytest.raises(ValueError, match=expected):
         scan_layers(layer, *arrays(), remat="offload")
+
+
+def test_the_kept_inputs_of_layers_are_never_widened():
+    """The gradient is that of a plain scan, and XLA converts no stack of inputs."""
+    h, weights, _ = arrays()
+    h, scale = h.astype(jnp.bfloat16), jnp.ones((LAYERS, 1, 1), jnp.bfloat16)
+    weights = {name: w.astype(jnp.bfloat16) for name, w in weights.items()}
+
+    def gradient(run):
+        def value(h):
+            return jnp.sum(run(h)[0].astype(jnp.float32) ** 2)
+
+        return jax.jit(jax.grad(value))
+
+    ours = gradient(lambda h: scan_layers(layer, h, weights, scale, remat="layer"))
+    text = ours.lower(h).compile().as_text()
+    assert not re.findall(rf"= f32\[{LAYERS},{TOKENS},{WIDTH}\]", text)
+    assert re.findall(rf"= (?:bf16|u16)\[{LAYERS},{TOKENS},{WIDTH}\]", text)
+    plain = gradient(lambda h: jax.lax.scan(layer, h, (weights, scale)))
+    np.testing.assert_allclose(
+        np.asarray(ours(h), np.float32),
+        np.asarray(plain(h), np.float32),
+        rtol=0.1,
+        atol=0.02 * float(jnp.max(jnp.abs(plain(h)))),
+    )

@@ -1,5 +1,6 @@
 """The step on a mesh of four devices: the weights of one device, and what travels."""
 
+import dataclasses
 import functools
 import re
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from flax import nnx
 import logra_jax as logra
 from logra_jax.algorithm.dense import dense
 from logra_jax.algorithm.lora import lora
+from logra_jax.models import head
 from logra_jax.models.decoder import Decoder, DecoderConfig
 from logra_jax.models.sharding import check_fits, make_mesh, place, specs_of
 from logra_jax.rollout.local import LocalEngine
@@ -75,9 +77,9 @@ def a_batch() -> Batch:
     )
 
 
-def decoder(dtype: str) -> Decoder:
+def decoder(dtype: str, config: DecoderConfig = CONFIG) -> Decoder:
     return Decoder(
-        CONFIG, dtype=dtype, activations="float32", remat="layer", rngs=nnx.Rngs(0)
+        config, dtype=dtype, activations="float32", remat="layer", rngs=nnx.Rngs(0)
     )
 
 
@@ -228,6 +230,12 @@ def kernel_shapes(tensor: int) -> set[tuple[int, ...]]:
     return outputs | inputs | {(VOCAB, HIDDEN), (HIDDEN, VOCAB)}
 
 
+def as_one(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The same; of a head whose gathered parts lie apart, the head."""
+    is_head = len(shape) == 3 and shape[1:] == (HIDDEN, VOCAB // shape[0])
+    return (HIDDEN, VOCAB) if is_head else shape
+
+
 @pytest.mark.parametrize("shape", [FSDP, DATA])
 def test_devices_exchange_weights_sketches_and_scalars_only(shape):
     found = collectives(ran("logra", shape).hlo)
@@ -235,7 +243,7 @@ def test_devices_exchange_weights_sketches_and_scalars_only(shape):
     assert {"all-gather", "all-reduce", "reduce-scatter"} <= kinds
     gathered = set()
     for c in found:
-        for s in c.shapes:
+        for s in map(as_one, c.shapes):
             assert not is_activation(s), c
             is_sketch = len(s) == 3 and s[0] == LAYERS and s[-1] == RANK
             is_small = len(s) < 2 or max(s) <= max(PROMPT, ROWS)  # token ids, sums
@@ -245,6 +253,30 @@ def test_devices_exchange_weights_sketches_and_scalars_only(shape):
             else:
                 assert is_sketch or is_small, c
     assert kernel_shapes(1) <= gathered  # they are seen at all
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_device_holds_one_whole_matrix_of_the_vocabulary_at_a_time(
+    is_tied, monkeypatch
+):
+    """Embedding and head are gathered in turns, for as long as they are used."""
+    monkeypatch.setattr(head, "_HEAD_BLOCK", 2**15)
+    vocab, hidden = 8192, 256
+    config = dataclasses.replace(
+        CONFIG, vocab_size=vocab, hidden_size=hidden, tie_embeddings=is_tied
+    )
+    model = logra.sketch(decoder("bfloat16", config), RANK, "_proj$", BASIS)
+    method, mesh = logra_of(place(model)), make_mesh(*FSDP)
+    layout = build_layout(mesh, method, weights_of(model))
+    weights = jax.device_put(weights_of(model), layout.shardings(layout.weights))
+    rules = logra.scale_by_row_adam(), logra.scale_by_predicted_kl(1e-3)
+    state = first_state(weights, method.trained, *rules, layout)
+    step = build_step(method, *rules, OPTIONS, layout)
+    compiled = step.lower(state, layout.put_batch(a_batch())).compile()
+    matrix, logits = 2 * vocab * hidden, 4 * vocab * OPTIONS.microbatch * NEW
+    # one of them, what becomes of this device's parts of both, logits of a microbatch
+    allowed = 2.25 * matrix + 5 * logits
+    assert compiled.memory_analysis().temp_size_in_bytes < allowed
 
 
 def test_along_tensor_the_sums_of_hidden_states_travel_and_nothing_wider():

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import logra_jax as logra
-from logra_jax.models import decoder
+from logra_jax.models import head
 from logra_jax.models.decoder import REMAT
 from logra_jax.models.hf import load_decoder
 from logra_jax.training.methods import logra_method
@@ -58,7 +58,7 @@ def allocated(hlo: str) -> set[tuple[str, tuple[int, ...]]]:
 def test_the_step_holds_no_float32_copy_of_its_weights(
     tiny_model_dir: Path, remat: str, monkeypatch
 ):
-    monkeypatch.setattr(decoder, "_HEAD_BLOCK", 2**14)
+    monkeypatch.setattr(head, "_HEAD_BLOCK", 2**14)
     model = load_decoder(
         tiny_model_dir, dtype="bfloat16", activations="float32", remat=remat
     )

@@ -1,0 +1,90 @@
+"""From final hidden states to logits, from a head that may be cut over a mesh."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from logra_jax.algorithm.parallel import from_bits, gather_bits, parts
+from logra_jax.algorithm.slicing import rows_within, take_block
+
+# Entries of the head that are widened at once: 16 MiB of float32.
+_HEAD_BLOCK = 2**22
+
+
+def logits_of(
+    head: Float[Array, "..."],
+    *,
+    is_tied: bool,
+    names: tuple[str, ...] = (),
+    after: Array | None = None,
+) -> Callable[[Array], Array]:
+    """Hidden states (..., h) -> float32 logits (..., vocab).
+
+    A head that is cut is gathered here, once for all calls; it is the largest matrix of
+    the model.
+
+    Args:
+        head: (vocab, h) if tied, else (h, vocab); inside ``jax.shard_map`` this
+            device's part of the vocabulary.
+        is_tied: which of the two.
+        names: mesh axes that cut the vocabulary.
+        after: what the gather waits for, see :func:`gather_bits`.
+    """
+    dtype, is_cut = head.dtype, parts(names) > 1
+    if is_cut:
+        # Parts of a head that is not tied stay apart, (parts, h, vocab / parts): side
+        # by side they would be a copy more.
+        head = gather_bits(head, names, head if after is None else after, tiled=is_tied)
+
+    def logits(hidden: Array) -> Array:
+        is_widened = dtype != hidden.dtype
+        if jax.default_backend() == "cpu" and dtype == jnp.bfloat16:
+            is_widened = True  # a CPU multiplies in float32, whatever it is given
+        if is_widened:
+            return _wide_logits(hidden, head, is_tied, dtype)
+        kernel = from_bits(head, dtype)
+        kind = "...h,vh->...v" if is_tied else "...h,hv->...v"
+        if is_cut and not is_tied:
+            kind = "...h,nhv->...nv"
+        found = jnp.einsum(kind, hidden, kernel, preferred_element_type=jnp.float32)
+        return found.reshape(*hidden.shape[:-1], -1)
+
+    return logits
+
+
+def _wide_logits(hidden: Array, head: Array, is_tied: bool, dtype: jnp.dtype) -> Array:
+    """float32 logits from a narrower head, or its bits.
+
+    A block of the head is widened at a time, in the backward pass once more: a float32
+    copy of all of it would be as large as several layers.
+
+    Args:
+        hidden: (..., h).
+        head: (vocab, h) if tied, else (h, vocab), perhaps in parts (parts, h, vocab).
+        is_tied: which of the two.
+        dtype: of the head's numbers.
+    """
+    stack = head if head.ndim == 3 else head[None]
+    width, features = stack.shape[1:] if is_tied else stack.shape[:0:-1]
+    some = rows_within((width, features), _HEAD_BLOCK)
+    number = width // some  # of blocks in a part
+
+    def widen(index: Array) -> Array:
+        """The block (h, some)."""
+        part, first = index // number, index % number * some
+        if is_tied:
+            block = take_block(stack, (part, first, 0), (1, some, features))[0].T
+        else:
+            block = take_block(stack, (part, 0, first), (1, features, some))[0]
+        return from_bits(block, dtype).astype(hidden.dtype)
+
+    @jax.checkpoint
+    def some_logits(index: Array, hidden: Array) -> Array:
+        return jnp.matmul(hidden, widen(index), preferred_element_type=jnp.float32)
+
+    indices = jnp.arange(stack.shape[0] * number)
+    found = lax.map(lambda i: some_logits(i, hidden), indices)
+    return jnp.moveaxis(found, 0, -2).reshape(*hidden.shape[:-1], -1)
