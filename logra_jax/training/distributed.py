@@ -17,6 +17,7 @@ where it led, and on CPUs.
 """
 
 import pickle
+import socket
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -39,14 +40,18 @@ _SHUTDOWN = 30
 def start(config: DistributedConfig) -> None:
     """Meet the other processes of the run; nothing where there are none.
 
+    JAX ends the process where they do not come within 300 s.
+
     Raises:
         ValueError: no cluster manager that JAX knows says who and where they are, or
-            they do not come.
+            there is no such host or no such port free.
     """
     if not config.enabled or jax.distributed.is_initialized():
         return
     # JAX would take SIGTERM for itself; a run stops for it as for SIGINT.
     jax.config.update("jax_enable_preemption_service", False)
+    if config.coordinator is not None:
+        _check_host(config.coordinator)
     try:
         jax.distributed.initialize(
             config.coordinator,
@@ -59,6 +64,25 @@ def start(config: DistributedConfig) -> None:
             "`distributed.coordinator`, `processes` and `process` must be given where "
             "neither SLURM, Kubernetes nor Open MPI gives them, got null: "
             f"{' '.join(str(error).split())}"
+        ) from None
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(
+            "`distributed.coordinator` must be a free port of the host of process 0, "
+            f"got {config.coordinator!r}: {error}; choose another port, or stop the "
+            "run that has it."
+        ) from None
+
+
+def _check_host(address: str) -> None:
+    """Find the host at once; JAX would try for minutes, and end the process."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.getaddrinfo(host.strip("[]"), int(port))
+    except OSError as error:
+        raise ValueError(
+            "`distributed.coordinator` must name the host of process 0, got "
+            f"{address!r}: {error.strerror}; give a name or number that every host "
+            "knows it by."
         ) from None
 
 

@@ -119,18 +119,32 @@ def test_one_process_leads_agrees_with_itself_and_waits_for_nobody():
     assert together(dict, values=values)["values"] is values
 
 
-def test_processes_that_nobody_describes_are_refused():
+@pytest.mark.parametrize(
+    ("coordinator", "message"),
+    [
+        (None, "must be given where neither SLURM, Kubernetes nor Open MPI"),
+        ("no-host.invalid:2345", "must name the host of process 0, got 'no-host"),
+        ("127.0.0.1:{taken}", "must be a free port of the host of process 0, got"),
+    ],
+)
+def test_processes_that_cannot_meet_are_told_why(coordinator: str | None, message: str):
     """In a process of its own: JAX takes no address once it has computed."""
     code = (
+        "import socket\n"
         "from logra_jax.training.distributed import start\n"
         "from logra_jax.training.schema_distributed import DistributedConfig\n"
-        "try:\n    start(DistributedConfig(enabled=True))\n"
+        "listener = socket.create_server(('127.0.0.1', 0))\n"
+        "taken = listener.getsockname()[1]\n"
+        f"given = {coordinator!r} and dict(processes=1, process=0,\n"
+        f"    coordinator={coordinator!r}.format(taken=taken))\n"
+        "try:\n    start(DistributedConfig(enabled=True, **given or {}))\n"
         "except ValueError as error:\n    print(error)\n"
     )
     env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "OMPI"))}
     command = [sys.executable, "-c", code]
     out = subprocess.run(command, env=env, text=True, capture_output=True, check=True)
-    assert "must be given where neither SLURM, Kubernetes nor Open MPI" in out.stdout
+    assert message in out.stdout
+    assert out.stdout.count("\n") == 1
 
 
 BAD = [

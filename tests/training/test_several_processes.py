@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from logra_jax.rollout.follow import replay_command
+from logra_jax.rollout.wire import decode
 from logra_jax.training.journal import deterministic, read_metrics
 
 # A constant budget: one program whatever the number of steps.
@@ -92,36 +94,33 @@ def finish(run: Pair) -> None:
     assert [line for line in said.splitlines() if not line.startswith("[Gloo]")] == []
 
 
-def assert_same_run(one: Path, two: Path) -> None:
-    """The weights, and metrics but for sums in another order.
+def assert_same_update(one: Path, two: Path) -> None:
+    """The first update, its metrics and what they began from.
 
-    A process adds its devices' numbers in another order than gloo adds those of all:
-    that moves float32 sums by 1e-7 of what they add. It could move a factor's integer
-    by one, as on a mesh of one process (see test_mesh), so that few weights would
-    differ in the last place; on the machines that this was written on, none does.
+    Gloo adds devices' numbers in another order than one process does: that moves
+    float32 sums by 1e-7 of what they add, and can move a factor's integer by one, as on
+    a mesh of one process (see test_mesh). Later batches may part in a token for it.
     """
-    import ml_dtypes  # noqa: F401
-    from safetensors.numpy import load_file
-
     rows, others = ([deterministic(r) for r in read_metrics(d)] for d in (one, two))
     assert [row["step"] for row in others] == [row["step"] for row in rows]
-    for row, other in zip(rows, others, strict=True):
-        assert other.keys() == row.keys()
-        for name, value in row.items():
-            expected = pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True)
-            assert other[name] == expected, (row["step"], name)
-    wanted, found = (load_file(d / "model" / "model.safetensors") for d in (one, two))
+    assert others[0] == rows[0]
+    assert others[1].keys() == rows[1].keys()
+    for name, value in rows[1].items():
+        expected = pytest.approx(value, rel=2e-3, abs=1e-6, nan_ok=True)
+        assert others[1][name] == expected, name
+    wanted, found = (
+        decode((d / "updates" / "000001.safetensors").read_bytes()).factors
+        for d in (one, two)
+    )
     assert found.keys() == wanted.keys()
-    differ = count = 0
-    for name, tensor in wanted.items():
-        a, b = tensor.astype(np.float32), found[name].astype(np.float32)
-        assert np.max(np.abs(a - b)) <= 2**-7 * np.max(np.abs(a)), name
-        differ, count = differ + np.sum(a != b), count + a.size
-    assert differ <= 1e-5 * count
+    for name, integers in wanted.items():
+        differ = np.abs(integers.astype(int) - found[name].astype(int))
+        assert differ.max() <= 1, name
+        assert differ.mean() <= 0.05, name
 
 
 def test_two_processes_train_the_model_of_one(
-    tiny_run: Run, tiny_config: Path, tmp_path: Path
+    tiny_run: Run, tiny_config: Path, tiny_model_dir: Path, tmp_path: Path
 ):
     """Monitor, evaluation, kept updates, checkpoints and export included."""
     monitor = ("monitor.every=1", "monitor.responses=4")
@@ -129,7 +128,14 @@ def test_two_processes_train_the_model_of_one(
     one, two = tiny_run("one", *options), tmp_path / "two"
     with pair(tiny_config, f"run_dir={two}", *options) as run:
         finish(run)
-    assert_same_run(one, two)
+    assert_same_update(one, two)
+    again = tmp_path / "replayed"
+    # What the leader exports of all processes' parts is what the updates make.
+    assert replay_command(tiny_model_dir, two / "updates", str(again)) == 0
+    replayed, exported = (
+        (d / "model.safetensors").read_bytes() for d in (again, two / "model")
+    )
+    assert exported == replayed
     # The leader writes what one process does, and the other nothing beside it.
     assert {p.name for p in two.iterdir()} == {p.name for p in one.iterdir()}
     kept = [sorted(p.name for p in (d / "updates").iterdir()) for d in (one, two)]
@@ -140,9 +146,10 @@ def test_two_processes_train_the_model_of_one(
 
 
 def test_a_process_that_is_killed_ends_the_other_and_the_run_resumes(
-    tiny_run: Run, tiny_config: Path, tmp_path: Path
+    tiny_config: Path, tmp_path: Path
 ):
-    one, two = tiny_run("one", *FSDP), tmp_path / "two"
+    """From the checkpoint of step 2: step 3 is made again, to the same numbers."""
+    two = tmp_path / "two"
     with pair(tiny_config, f"run_dir={two}", *FSDP) as run:
         run.await_step(two, 3)
         run.processes[1].kill()
@@ -150,9 +157,14 @@ def test_a_process_that_is_killed_ends_the_other_and_the_run_resumes(
     assert leader != 0
     assert follower == -signal.SIGKILL
     assert not (two / "model").exists()
+    before = [deterministic(row) for row in read_metrics(two)]
+    assert [row["step"] for row in before] in ([0, 1, 2, 3], [0, 1, 2, 3, 4])
     with pair(tiny_config, f"resume={two}", *FSDP) as run:
         finish(run)
-    assert_same_run(one, two)
+    after = [deterministic(row) for row in read_metrics(two)]
+    assert [row["step"] for row in after] == [0, 1, 2, 3, 4]
+    assert after[:4] == before[:4]
+    assert (two / "model" / "model.safetensors").exists()
 
 
 def test_a_signal_to_either_stops_both_after_the_same_update(
