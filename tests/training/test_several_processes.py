@@ -24,6 +24,15 @@ FSDP = ("mesh.fsdp=4", "kl.budget=constant", "train.eval_every=1000")
 BOTH = ("mesh.data=2", "mesh.fsdp=2", "train.eval_every=1000", "train.steps=3")
 Run = Callable[..., Path]
 
+# Python that becomes another once it is bound to end with its parent, however it ends.
+WITH_PARENT = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
 
 def free_port() -> int:
     with socket.socket() as listener:
@@ -42,7 +51,8 @@ class Pair:
             f"distributed.coordinator=127.0.0.1:{free_port()}",
             "distributed.processes=2",
         )
-        command = [sys.executable, "-m", "logra_jax", "train", str(config), *common]
+        command = [sys.executable, "-c", WITH_PARENT]
+        command += ["-m", "logra_jax", "train", str(config), *common]
         self.processes = [
             subprocess.Popen(
                 [*command, f"distributed.process={rank}", *filter(None, [extra])],
