@@ -52,6 +52,8 @@ def start(config: DistributedConfig) -> None:
     jax.config.update("jax_enable_preemption_service", False)
     if config.coordinator is not None:
         _check_host(config.coordinator)
+        if config.process == 0:
+            _check_port(config.coordinator)
     try:
         jax.distributed.initialize(
             config.coordinator,
@@ -65,12 +67,6 @@ def start(config: DistributedConfig) -> None:
             "neither SLURM, Kubernetes nor Open MPI gives them, got null: "
             f"{' '.join(str(error).split())}"
         ) from None
-    except jax.errors.JaxRuntimeError as error:
-        raise ValueError(
-            "`distributed.coordinator` must be a free port of the host of process 0, "
-            f"got {config.coordinator!r}: {error}; choose another port, or stop the "
-            "run that has it."
-        ) from None
 
 
 def _check_host(address: str) -> None:
@@ -83,6 +79,18 @@ def _check_host(address: str) -> None:
             "`distributed.coordinator` must name the host of process 0, got "
             f"{address!r}: {error.strerror}; give a name or number that every host "
             "knows it by."
+        ) from None
+
+
+def _check_port(address: str) -> None:
+    """See that process 0 can listen; JAX would raise without a name, or crash."""
+    try:
+        socket.create_server(("", int(address.rpartition(":")[2]))).close()
+    except OSError as error:
+        raise ValueError(
+            "`distributed.coordinator` must be a free port of the host of process 0, "
+            f"got {address!r}: {error.strerror}; choose another port, or stop the run "
+            "that has it."
         ) from None
 
 
