@@ -123,6 +123,8 @@ class MLP(nnx.Module):
         ):
             return self._activate(h)  # on a mesh each piece would gather anew
         limit = _PIECE // self.gate_proj.kernel.shape[-1]
+        if h.size // h.shape[-1] <= limit:
+            return self._activate(h)
         if self.in_pieces:
             return map_pieces(jax.checkpoint(self._activate), h, limit)
         if getattr(layers[0], "plain", False):
@@ -296,8 +298,6 @@ def map_pieces(
     """``f(h)`` of a function of single tokens, at most ``limit`` of them at a time."""
     tokens = h.reshape(-1, h.shape[-1])
     pieces = -(-len(tokens) // max(1, limit))
-    if pieces == 1:
-        return f(h)
     size = -(-len(tokens) // pieces)
     padded = jnp.pad(tokens, ((0, pieces * size - len(tokens)), (0, 0)))
     found = jax.lax.map(f, padded.reshape(pieces, size, -1))
