@@ -48,6 +48,10 @@ from logra_jax.training.step import Step, StepOptions, build_step
 
 Item = TypeVar("Item")
 
+# All exchanges of a program go by one name there, and may run at the same time: one is
+# given another's parts (NaN), or all wait for ever. GPUs order them.
+CPU_EXCHANGES_MIX = jax.__version_info__ >= (0, 12)
+
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
@@ -165,6 +169,7 @@ def load_policy(
     """
     tokenizer = ChatTokenizer.load(directory)
     mesh = mesh_of(config)
+    _check_exchanges(mesh)
     model = load_decoder(
         directory,
         dtype=config.model.dtype,
@@ -218,6 +223,22 @@ def load_policy(
     )
     prompt = config.task.system_prompt
     return Policy(method, tokenizer, engine, prompt, graph, layout), weights
+
+
+def _check_exchanges(mesh: Mesh | None) -> None:
+    """Refuse a mesh whose devices would hear each other wrongly.
+
+    Raises:
+        ValueError: CPU devices of one process, under a JAX that mixes them up.
+    """
+    if mesh is None or jax.default_backend() != "cpu" or jax.process_count() > 1:
+        return
+    if CPU_EXCHANGES_MIX:
+        raise ValueError(
+            "`mesh` must be of one device on CPUs with JAX 0.12, whose XLA mixes up "
+            f"exchanges between CPU devices of one process, got {mesh.size}; use JAX "
+            "0.10, or a process for each device (`distributed.enabled`)."
+        )
 
 
 def mesh_of(config: Config) -> Mesh | None:

@@ -341,6 +341,18 @@ def test_a_mesh_of_more_devices_than_there_are_is_refused():
         make_mesh(1, 8, 1)
 
 
+def test_cpu_devices_that_would_hear_each_other_wrongly_are_refused(
+    tiny_run, monkeypatch
+):
+    from logra_jax.training import assemble
+
+    monkeypatch.setattr(assemble, "CPU_EXCHANGES_MIX", True)
+    with pytest.raises(
+        ValueError, match=r"`mesh` must be of one device .*, got 4; use"
+    ):
+        tiny_run("run", "mesh.fsdp=4")
+
+
 def test_the_model_is_read_straight_into_its_parts(tiny_model_dir):
     from logra_jax.models.hf import load_decoder
 
