@@ -29,6 +29,9 @@ from logra_jax.models.stack import REMAT, scan_layers
 # Entries of the MLP's features in a piece of the tokens: 64 MiB of float32.
 _PIECE = 2**24
 
+# Where a decoder keeps its layers, each a stack along axis 0.
+STACKS = ("layers",)
+
 Tree = TypeVar("Tree")
 
 

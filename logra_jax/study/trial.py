@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Key, PyTree
 
 from logra_jax.models.decoder import Decoder, DecoderConfig
-from logra_jax.models.hf import read_config
+from logra_jax.models.hf_config import read_config
 from logra_jax.models.presets import preset
 from logra_jax.models.sharding import check_fits, place
 from logra_jax.training.assemble import (

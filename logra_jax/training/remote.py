@@ -11,7 +11,8 @@ from typing import TypeVar
 
 from flax import nnx
 
-from logra_jax.models.hf import read_config, save_decoder
+from logra_jax.models.hf import save_decoder
+from logra_jax.models.hf_config import read_config
 from logra_jax.rollout.servers import ServerError, Servers
 from logra_jax.rollout.sglang import SGLangEngine
 from logra_jax.rollout.sync import ServerReport, Weights, WeightSync

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from logra_jax.models.hf import read_config
+from logra_jax.models.hf_config import read_config
 from logra_jax.rollout.serve import (
     Launched,
     LaunchError,

@@ -18,10 +18,10 @@ from logra_jax.models.hf import (
     load_decoder,
     load_tensors,
     named_factors,
-    read_config,
     save_decoder,
     tensor_digests,
 )
+from logra_jax.models.hf_config import read_config
 from logra_jax.models.weight_files import WeightFiles, write_weights
 
 TOKENS = np.random.default_rng(0).integers(0, 97, (2, 11)).astype(np.int32)

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from logra_jax.algorithm.alignment import Moments, cos_c
 from logra_jax.models.decoder import Decoder
-from logra_jax.models.hf import read_config, save_decoder
+from logra_jax.models.hf import save_decoder
+from logra_jax.models.hf_config import read_config
 from logra_jax.study.spectrum import (
     gradient_energies,
     measure_layer,

@@ -11,7 +11,8 @@ import pytest
 from flax import nnx
 
 from logra_jax.models.decoder import Decoder
-from logra_jax.models.hf import read_config, save_decoder
+from logra_jax.models.hf import save_decoder
+from logra_jax.models.hf_config import read_config
 from logra_jax.models.tokenizer import ChatTokenizer
 
 TINY = {
