@@ -1,4 +1,4 @@
-"""Gated DeltaNet, the linear attention of Qwen3.5: a state per head in place of a cache.
+"""Gated DeltaNet, Qwen3.5's linear attention: a state per head in place of a cache.
 
 Each value head carries a matrix ``S`` (key_dim, value_dim), float32, which every token
 decays, corrects towards its own value and reads (Yang, Kautz & Hatamizadeh 2024,
@@ -6,10 +6,9 @@ decays, corrects towards its own value and reads (Yang, Kautz & Hatamizadeh 2024
 
     S ← exp(g) S,    S ← S + β k (v − Sᵀ k)ᵀ,    o = Sᵀ q.
 
-Many tokens go in chunks, whose corrections ``u = β (v − Sᵀ k)`` are one unit lower
-triangular system (:mod:`logra_jax.models.delta_rule`). Tokens stand in *segments*, runs of neighbours
-that see nothing of each other and all start from the same past: packed responses after
-a common prefix, or padding.
+Many tokens go in chunks (:mod:`logra_jax.models.delta_rule`). Tokens stand in
+*segments*, runs of neighbours that see nothing of each other and all start from the
+same past: packed responses after a common prefix, or padding.
 """
 
 import dataclasses
@@ -181,9 +180,7 @@ class GatedDeltaNet(nnx.Module):
         rngs: nnx.Rngs,
     ):
         def linear(d_in: int, d_out: int) -> nnx.Linear:
-            return nnx.Linear(
-                d_in, d_out, use_bias=False, param_dtype=dtype, rngs=rngs
-            )
+            return nnx.Linear(d_in, d_out, use_bias=False, param_dtype=dtype, rngs=rngs)
 
         heads = shape.value_heads
         self.in_proj_qkv = linear(hidden_size, shape.channels)

@@ -18,6 +18,7 @@ formed for a group of chunks at once; the rest goes from chunk to chunk.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -26,8 +27,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 CHUNK = 64  # tokens, at most
-# Entries of M of the chunks that are prepared together, at most: 16 MiB of float32.
-_GROUP = 2**22
+# Entries of M of the chunks that are prepared together, at most: 8 MiB of float32.
+_GROUP = 2**21
+_BLOCK = 8  # rows of a triangular system that are solved for at once
 _NORM_EPSILON = 1e-6  # of the sum of squares of queries and keys
 
 # float32's exp is 0 below this. Decays down to it, in steps of 2^-8, have exact sums
@@ -62,6 +64,9 @@ class Prepared(NamedTuple):
     carried: Float[Array, "*chunk batch k_heads share time"]
     fresh: Float[Array, "*chunk batch k_heads share time"]
     to_end: Float[Array, "*chunk batch k_heads share time"]  # exp(G_last − G)
+
+
+Reads = tuple[Array, Array]  # of the state, by keys and by queries
 
 
 def delta_rule(
@@ -129,7 +134,7 @@ def _all_chunks(tokens: Tokens, past: Array | None, chunks: int):
     groups = -(-chunks // most)
     chunks = -(-chunks // groups)  # of a group
 
-    def step(state: Array, inputs: tuple[Prepared, Array | None]):
+    def step(state: Array, inputs: tuple[Prepared, Reads | None]):
         chunk, read = inputs
         own = _read(chunk, chunk.carried, state)
         out, new = _finish(chunk, own if read is None else _add(own, read))
@@ -217,19 +222,44 @@ def _decay(g: Array, see: Bool[Array, "..."]) -> Array:
 
 
 @jax.custom_jvp
-def _invert(below: Float[Array, "... time time"]) -> Float[Array, "... time time"]:
-    """``(I + A)⁻¹`` of ``A`` below the diagonal, by substitution.
+def _invert(below: Float[Array, "*rows time time"]) -> Float[Array, "*rows time time"]:
+    """``(I + A)⁻¹`` of an ``A`` below the diagonal, by substitution of ``_BLOCK`` rows.
 
-    Its entries stay within ±1 for a delta rule with β ≤ 1, while powers of ``A`` grow
-    and cancel. The derivative ``−(I + A)⁻¹ Ȧ (I + A)⁻¹`` is two products, several times
-    faster than the triangular solves of the library's own.
+    For a delta rule with β ≤ 1 its entries stay within ±1, while powers of ``A`` would
+    grow and cancel. The derivative is ``−(I + A)⁻¹ Ȧ (I + A)⁻¹``. All of it is products:
+    a CPU's library of triangular solves takes longer, several times so backward, and
+    may wait for threads that wait for it.
     """
-    one = jnp.broadcast_to(jnp.eye(below.shape[-1], dtype=below.dtype), below.shape)
-    if below.shape[-1] == 1:
-        return one
-    return lax.linalg.triangular_solve(
-        below, one, left_side=True, lower=True, unit_diagonal=True
-    )
+    time = below.shape[-1]
+    size = min(_BLOCK, time)
+    rest = -time % size
+    below = jnp.pad(below, [*[(0, 0)] * (below.ndim - 2), (0, rest), (0, rest)])
+    starts = range(0, time, size)
+    corners = jnp.stack([below[..., i : i + size, i : i + size] for i in starts])
+    corners = _substitute(corners, 1, lambda _, row: row)
+
+    def solve(block: Array, rows: Array) -> Array:
+        corner = lax.dynamic_index_in_dim(corners, block, keepdims=False)
+        return _einsum("...ij,...jl->...il", corner, rows)
+
+    return _substitute(below, size, solve)[..., :time, :time]
+
+
+def _substitute(
+    below: Array, size: int, solve: Callable[[Array, Array], Array]
+) -> Array:
+    """``(I + A)⁻¹``, ``size`` rows after the other; ``solve`` knows what they share."""
+    one = jnp.eye(below.shape[-1], dtype=below.dtype)
+
+    def rows(i: Array, inverse: Array) -> Array:
+        own = lax.dynamic_slice_in_dim(below, i * size, size, axis=-2)
+        unit = lax.dynamic_slice_in_dim(one, i * size, size, axis=0)
+        # Rows from these on are still 0.
+        known = _einsum("...ij,...jl->...il", own, inverse)
+        new = solve(i, jnp.broadcast_to(unit, known.shape) - known)
+        return lax.dynamic_update_slice_in_dim(inverse, new, i * size, axis=-2)
+
+    return lax.fori_loop(0, len(one) // size, rows, jnp.zeros_like(below))
 
 
 @_invert.defjvp
@@ -238,23 +268,17 @@ def _invert_jvp(primals, tangents):
     return inverse, -_einsum("...ij,...jl,...lm->...im", inverse, tangents[0], inverse)
 
 
-def _read(
-    chunk: Prepared, decay: Array, state: Array | None
-) -> tuple[Array, Array] | None:
+def _read(chunk: Prepared, decay: Array, state: Array | None) -> Reads | None:
     """``exp(G) K S`` and ``exp(G) Q S``; None of no state."""
     if state is None:
         return None
     kind = "bkcd,krde->bkrce" if state.shape[0] == 1 else "bkcd,bkrde->bkrce"
     if state.shape[0] == 1:
         state = state[0]
-    return tuple(
-        decay[..., None] * _einsum(kind, a, state) for a in (chunk.k, chunk.q)
-    )
+    return tuple(decay[..., None] * _einsum(kind, a, state) for a in (chunk.k, chunk.q))
 
 
-def _finish(
-    chunk: Prepared, read: tuple[Array, Array] | None
-) -> tuple[Array, Array]:
+def _finish(chunk: Prepared, read: Reads | None) -> tuple[Array, Array]:
     """The chunk's readings, and what its tokens add to the state."""
     of_k, of_q = (0, 0) if read is None else read
     wanted = chunk.beta[..., None] * (chunk.v - of_k)
@@ -264,7 +288,7 @@ def _finish(
     return out, new
 
 
-def _add(own: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
+def _add(own: Reads, other: Reads) -> Reads:
     return own[0] + other[0], own[1] + other[1]
 
 
