@@ -14,6 +14,7 @@ digest``, sorted by name.
 """
 
 import hashlib
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -61,7 +62,8 @@ def digest_array(
     """The digest's word for a numpy array or torch tensor, or the summand of a shard.
 
     Args:
-        weight: (out, in), or a vector, which counts as one row.
+        weight: (out, in); a vector counts as one row, other arrays as rows of their
+            last axis.
         rows: index of ``weight``'s first row in the whole matrix.
         columns: index of its first column.
         width: columns of the whole matrix; those of ``weight`` by default.
@@ -88,7 +90,7 @@ def digest_stack(weights: "Array", stack: int, *, transposed: bool) -> "Array":
     """The digests' words of a stacked JAX array, (*stack,) uint32, in one pass.
 
     Args:
-        weights: (*stack, out, in) or, vectors, (*stack, n).
+        weights: (*stack, out, in), or other arrays, as in :func:`digest_array`.
         stack: number of leading axes that count matrices.
         transposed: the last two axes are (in, out), JAX's order of a kernel.
     """
@@ -99,7 +101,7 @@ def digest_stack(weights: "Array", stack: int, *, transposed: bool) -> "Array":
 
     library = jax_library()
     shape = weights.shape[stack:]
-    rows, columns = shape if len(shape) == 2 else (1, *shape)
+    rows, columns = math.prod(shape[:-1]), shape[-1]
     width = rows if transposed else columns
 
     def digest(part: "Array", first: Any) -> "Array":

@@ -1,10 +1,9 @@
-"""One decoder family: Llama, Qwen2 and Qwen3, its layers stacked and scanned.
+"""One decoder family: Llama, Qwen2, Qwen3 and Qwen3.5, layers stacked and scanned.
 
 Attribute names are Hugging Face's, so that a path in the model is a tensor name once
 the layer index is put back (:meth:`Decoder.tensor_name`).
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
@@ -12,153 +11,58 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from logra_jax.algorithm.parallel import enter, gather_rows, parts, split_of
-from logra_jax.models.attention import (
-    KV,
-    Span,
-    attend,
-    check_attention,
-)
+from logra_jax.algorithm.parallel import gather_rows, parts
+from logra_jax.models.attention import KV, Span, attend, check_attention
+from logra_jax.models.delta_net import DeltaState
 from logra_jax.models.head import logits_of
-from logra_jax.models.rotary import RopeScaling, rotary_angles, rotate
-from logra_jax.models.stack import REMAT, scan_layers
-
-# Entries of the MLP's features in a piece of the tokens: 64 MiB of float32.
-_PIECE = 2**24
+from logra_jax.models.layers import DecoderConfig, DecoderLayer, DeltaLayer, norm
+from logra_jax.models.rotary import rotary_angles
+from logra_jax.models.stack import REMAT, Run, scan_layers
 
 # Where a decoder keeps its layers, each a stack along axis 0.
-STACKS = ("layers",)
+STACKS = ("layers", "delta_layers")
 
 Tree = TypeVar("Tree")
+Layer = TypeVar("Layer")
 
 
-@dataclasses.dataclass(frozen=True)
-class DecoderConfig:
-    """Shapes and options of a decoder; sizes in features, heads, tokens."""
+class Cache(NamedTuple):
+    """What tokens leave to those after them, of all layers."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_positions: int
-    rope_theta: float
-    rms_norm_eps: float
-    tie_embeddings: bool
-    qkv_bias: bool = False  # Qwen2
-    qk_norm: bool = False  # Qwen3
-    rope_scaling: RopeScaling | None = None
+    kv: KV
+    state: DeltaState | None = None  # of a model with Gated DeltaNet layers
+
+    def grow(self, tokens: int) -> "Cache":
+        """With room for the keys and values of so many more."""
+        room = ((0, 0), (0, 0), (0, tokens), (0, 0), (0, 0))
+        return self._replace(kv=jax.tree.map(lambda a: jnp.pad(a, room), self.kv))
+
+    def write(self, column: int | Array, later: "Cache") -> "Cache":
+        """With ``later`` tokens from ``column`` on, after which states are theirs."""
+        kv = jax.tree.map(
+            lambda a, new: lax.dynamic_update_slice_in_dim(a, new, column, 2),
+            self.kv,
+            later.kv,
+        )
+        return Cache(kv, later.state)
 
 
 class Past(NamedTuple):
     """Tokens computed earlier. Batch 1 means shared by all rows, computed once."""
 
-    kv: KV
+    cache: Cache
     span: Span
 
 
-class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions over past and present tokens."""
-
-    def __init__(self, c: DecoderConfig, dtype: DTypeLike, rngs: nnx.Rngs):
-        def linear(d_in: int, d_out: int, bias: bool) -> nnx.Linear:
-            return nnx.Linear(d_in, d_out, use_bias=bias, param_dtype=dtype, rngs=rngs)
-
-        query, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        self.q_proj = linear(c.hidden_size, query, c.qkv_bias)
-        self.k_proj = linear(c.hidden_size, kv, c.qkv_bias)
-        self.v_proj = linear(c.hidden_size, kv, c.qkv_bias)
-        self.o_proj = linear(query, c.hidden_size, False)
-        if c.qk_norm:
-            self.q_norm = _norm(c.head_dim, c, dtype, rngs)
-            self.k_norm = _norm(c.head_dim, c, dtype, rngs)
-        self.config = c
-
-    def __call__(self, h, rotary, span, past, attend=attend):
-        """Attention output, and the keys and values of the present tokens."""
-        c = self.config
-        heads = (*h.shape[:2], -1, c.head_dim)
-        h = enter(h, split_of(self.q_proj))
-        q = self.q_proj(h).reshape(heads)
-        k = self.k_proj(h).reshape(heads)
-        v = self.v_proj(h).reshape(heads)
-        if c.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        magnitude = c.rope_scaling.magnitude if c.rope_scaling else 1.0
-        present = KV(rotate(k, rotary, magnitude), v)
-        q = rotate(q, rotary, magnitude)
-        out = attend(q, span, ((present, span), *past))
-        return self.o_proj(out.reshape(*h.shape[:2], -1)), present
-
-
-class MLP(nnx.Module):
-    """SwiGLU, of a piece of the tokens at a time where that saves memory.
-
-    Args:
-        c: shapes.
-        dtype: of the weights.
-        in_pieces: in the backward pass too, which then computes each piece again.
-        rngs: for random weights.
-    """
-
-    def __init__(
-        self, c: DecoderConfig, dtype: DTypeLike, in_pieces: bool, rngs: nnx.Rngs
-    ):
-        def linear(d_in: int, d_out: int) -> nnx.Linear:
-            return nnx.Linear(d_in, d_out, use_bias=False, param_dtype=dtype, rngs=rngs)
-
-        self.gate_proj = linear(c.hidden_size, c.intermediate_size)
-        self.up_proj = linear(c.hidden_size, c.intermediate_size)
-        self.down_proj = linear(c.intermediate_size, c.hidden_size)
-        self.in_pieces = in_pieces
-
-    def __call__(self, h):
-        """``down(silu(gate(h)) * up(h))``."""
-        layers = self.gate_proj, self.up_proj, self.down_proj
-        h = enter(h, split_of(layers[0]))
-        if split_of(layers[0]) or not all(
-            getattr(x, "takes_pieces", True) for x in layers
-        ):
-            return self._activate(h)  # on a mesh each piece would gather anew
-        limit = _PIECE // self.gate_proj.kernel.shape[-1]
-        if h.size // h.shape[-1] <= limit:
-            return self._activate(h)
-        if self.in_pieces:
-            return map_pieces(jax.checkpoint(self._activate), h, limit)
-        if getattr(layers[0], "plain", False):
-            # nothing is kept, but forward mode holds all terms of a sum together
-            return map_pieces(self._activate, h, limit)
-        return self._activate(h)
-
-    def _activate(self, h):
-        return self.down_proj(jax.nn.silu(self.gate_proj(h)) * self.up_proj(h))
-
-
-class DecoderLayer(nnx.Module):
-    """Pre-norm attention and MLP, each with its residual."""
-
-    def __init__(self, c: DecoderConfig, dtype: DTypeLike, remat: str, rngs: nnx.Rngs):
-        self.input_layernorm = _norm(c.hidden_size, c, dtype, rngs)
-        self.self_attn = Attention(c, dtype, rngs)
-        self.post_attention_layernorm = _norm(c.hidden_size, c, dtype, rngs)
-        self.mlp = MLP(c, dtype, remat in ("layer", "offload"), rngs)
-
-    def __call__(self, h, rotary, span, past, attend=attend):
-        """The next hidden states, and the keys and values of the present tokens."""
-        out, present = self.self_attn(
-            self.input_layernorm(h), rotary, span, past, attend
-        )
-        h = h + out
-        return h + self.mlp(self.post_attention_layernorm(h)), present
-
-
 class Decoder(nnx.Module):
-    """A causal language model; ``layers`` holds every layer, stacked along axis 0.
+    """A causal language model.
+
+    ``layers`` holds every layer of attention, stacked along axis 0, ``delta_layers``
+    those with a Gated DeltaNet.
 
     Args:
         config: shapes and options.
@@ -192,16 +96,22 @@ class Decoder(nnx.Module):
                 f"({jnp.dtype(dtype).name}), got {activations.name}; leave it out."
             )
 
-        @nnx.split_rngs(splits=config.num_layers)
-        @nnx.vmap(in_axes=(0,), out_axes=0)
-        def stack(rngs):
-            return DecoderLayer(config, dtype, remat, rngs)
+        def stack(kind: Callable[..., Layer], count: int) -> Layer:
+            @nnx.split_rngs(splits=count)
+            @nnx.vmap(in_axes=(0,), out_axes=0)
+            def build(rngs):
+                return kind(config, dtype, remat, rngs)
+
+            return build(rngs)
 
         self.embed_tokens = nnx.Embed(
             config.vocab_size, config.hidden_size, param_dtype=dtype, rngs=rngs
         )
-        self.layers = stack(rngs)
-        self.norm = _norm(config.hidden_size, config, dtype, rngs)
+        self.layers = stack(DecoderLayer, config.num_blocks)
+        if config.delta is not None:
+            count = config.num_blocks * config.delta_per_block
+            self.delta_layers = stack(DeltaLayer, count)
+        self.norm = norm(config.hidden_size, config, dtype, rngs)
         if not config.tie_embeddings:
             self.lm_head = nnx.Linear(
                 config.hidden_size,
@@ -226,25 +136,44 @@ class Decoder(nnx.Module):
         *,
         dtype: DTypeLike | None = None,
         window: int | None = None,
-    ) -> tuple[Float[Array, "batch time features"], KV]:
-        """Final hidden states (normalised), and the keys and values of ``tokens``.
+    ) -> tuple[Float[Array, "batch time features"], Cache]:
+        """Final hidden states (normalised), and what ``tokens`` leave to later ones.
 
         Args:
             tokens: token ids.
             positions: of each token; one row serves the whole batch.
             span: of the tokens, which says who sees whom.
-            past: tokens computed before, seen where their spans say so.
+            past: tokens computed before, seen where their spans say so. In Gated
+                DeltaNet layers every segment of ``tokens`` goes on from the last of
+                them.
             dtype: of the activations in place of the model's own.
             window: see :func:`attend`.
 
         Returns:
-            Hidden states for :meth:`logits`, and a :class:`KV` of (layers, batch,
-            time, kv_heads, head_dim).
+            Hidden states for :meth:`logits`, and a :class:`Cache` of (layers, batch,
+            time, kv_heads, head_dim) keys and values.
         """
         h = gather_rows(self.embed_tokens.embedding[...], self.vocab_axes, tokens)
         h = h.astype(dtype or self.activations)
+        runs = [self._attention_run(positions, span, past, window)]
+        if self.config.delta is not None:
+            runs = [self._delta_run(span, past), *runs]
+        h, present = scan_layers(runs, h, remat=self.remat)
+        state = present[0] if self.config.delta is not None else None
+        return self.norm(h), Cache(present[-1], state)
+
+    def _attention_run(
+        self,
+        positions: Int[Array, "_ time"],
+        span: Span,
+        past: Sequence[Past],
+        window: int | None,
+    ) -> Run:
+        """The layers of attention, each with keys and values computed before."""
         c = self.config
-        rotary = rotary_angles(positions, c.head_dim, c.rope_theta, c.rope_scaling)
+        rotary = rotary_angles(
+            positions, c.rotary_dim or c.head_dim, c.rope_theta, c.rope_scaling
+        )
         see = functools.partial(attend, kind=self.attention, window=window)
         graph, weights = nnx.split(self.layers)
 
@@ -253,10 +182,17 @@ class Decoder(nnx.Module):
             parts = [(kv, p.span) for kv, p in zip(kvs, past, strict=True)]
             return nnx.merge(graph, weights)(h, rotary, span, parts, see)
 
-        h, present = scan_layers(
-            layer, h, weights, [p.kv for p in past], remat=self.remat
-        )
-        return self.norm(h), present
+        return Run(layer, weights, [p.cache.kv for p in past])
+
+    def _delta_run(self, span: Span, past: Sequence[Past]) -> Run:
+        """The layers with a Gated DeltaNet, each with the state it goes on from."""
+        graph, weights = nnx.split(self.delta_layers)
+
+        def layer(h, inputs):
+            weights, state = inputs
+            return nnx.merge(graph, weights)(h, span.segment, state)
+
+        return Run(layer, weights, past[-1].cache.state if past else None)
 
     def logits(
         self, hidden: Float[Array, "*tokens features"]
@@ -291,27 +227,9 @@ class Decoder(nnx.Module):
     def tensor_name(self, path: str, layer: tuple[int, ...] = ()) -> str:
         """Hugging Face's name of the weight matrix at a dotted path of this model."""
         if layer:
-            path = path.replace("layers.", f"layers.{layer[0]}.", 1)
+            stack, _, rest = path.partition(".")
+            attended, between = stack == "layers", self.config.delta_per_block
+            block, i = divmod(layer[0], 1 if attended else between)
+            index = block * (between + 1) + (between if attended else i)
+            path = f"layers.{index}.{rest}"
         return f"{path}.weight" if path == "lm_head" else f"model.{path}.weight"
-
-
-def map_pieces(
-    f: Callable[[Array], Array], h: Float[Array, "*rows features"], limit: int
-) -> Array:
-    """``f(h)`` of a function of single tokens, at most ``limit`` of them at a time."""
-    tokens = h.reshape(-1, h.shape[-1])
-    pieces = -(-len(tokens) // max(1, limit))
-    size = -(-len(tokens) // pieces)
-    padded = jnp.pad(tokens, ((0, pieces * size - len(tokens)), (0, 0)))
-    found = jax.lax.map(f, padded.reshape(pieces, size, -1))
-    return found.reshape(pieces * size, -1)[: len(tokens)].reshape(*h.shape[:-1], -1)
-
-
-def _norm(size: int, c: DecoderConfig, dtype: DTypeLike, rngs: nnx.Rngs):
-    return nnx.RMSNorm(
-        size,
-        epsilon=c.rms_norm_eps,
-        param_dtype=dtype,
-        use_fast_variance=False,
-        rngs=rngs,
-    )

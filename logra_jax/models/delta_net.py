@@ -68,6 +68,11 @@ class DeltaShape:
         """Of the convolution: queries, keys and values."""
         return 2 * self.keys + self.values
 
+    def state_bytes(self, itemsize: int) -> int:
+        """Of one layer's :class:`DeltaState` of a row; of activations' ``itemsize``."""
+        memory = 4 * self.value_heads * self.key_dim * self.value_dim
+        return memory + (self.conv_width - 1) * self.channels * itemsize
+
 
 class DepthwiseConv(nnx.Module):
     """Causal convolution of each channel by itself, then silu.

@@ -226,9 +226,9 @@ def _invert(below: Float[Array, "*rows time time"]) -> Float[Array, "*rows time 
     """``(I + A)⁻¹`` of an ``A`` below the diagonal, by substitution of ``_BLOCK`` rows.
 
     For a delta rule with β ≤ 1 its entries stay within ±1, while powers of ``A`` would
-    grow and cancel. The derivative is ``−(I + A)⁻¹ Ȧ (I + A)⁻¹``. All of it is products:
-    a CPU's library of triangular solves takes longer, several times so backward, and
-    may wait for threads that wait for it.
+    grow and cancel. The derivative is ``−(I + A)⁻¹ Ȧ (I + A)⁻¹``. All are products: a
+    CPU's library of triangular solves takes longer, several times so backward, and may
+    wait for threads that wait for it.
     """
     time = below.shape[-1]
     size = min(_BLOCK, time)

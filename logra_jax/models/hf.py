@@ -32,7 +32,15 @@ from logra_jax.models.weight_files import (
     write_weights,
 )
 
-_LEAF = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
+_LEAF = {
+    "kernel": "weight",
+    "embedding": "weight",
+    "scale": "weight",
+    "bias": "bias",
+    "weight": "weight",  # of a convolution
+    "A_log": "A_log",
+    "dt_bias": "dt_bias",
+}
 
 
 def load_decoder(

@@ -6,7 +6,8 @@ A preset has no weights and no tokenizer.
 import dataclasses
 import difflib
 
-from logra_jax.models.decoder import DecoderConfig
+from logra_jax.models.delta_net import DeltaShape
+from logra_jax.models.layers import DecoderConfig
 from logra_jax.models.rotary import RopeScaling
 
 
@@ -37,6 +38,23 @@ def _qwen3(*sizes: int, tied: bool = True) -> DecoderConfig:
     return _qwen(*sizes, head_dim=128, tie_embeddings=tied, **own)
 
 
+def _qwen3_5(*sizes: int, value_heads: int) -> DecoderConfig:
+    return _qwen(
+        *sizes,
+        head_dim=256,
+        vocab_size=248320,
+        max_positions=262144,
+        rope_theta=1e7,
+        tie_embeddings=False,
+        qk_norm=True,
+        rotary_dim=64,
+        gated_attention=True,
+        zero_centred_norms=True,
+        delta=DeltaShape(16, value_heads, 128, 128, conv_width=4),
+        delta_per_block=3,
+    )
+
+
 def _smollm2(*sizes: int) -> DecoderConfig:
     return _qwen(
         *sizes,
@@ -62,6 +80,7 @@ PRESETS = {
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, 8),
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, 8),
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, 8, tied=False),
+    "qwen3.8-27b": _qwen3_5(5120, 17408, 64, 24, 4, value_heads=48),
     "llama-3.2-1b": dataclasses.replace(
         _smollm2(2048, 8192, 16, 32, 8),
         vocab_size=128256,

@@ -149,10 +149,16 @@ def rotate(
     angles: Float[Array, "_ time half"],
     magnitude: float = 1.0,
 ) -> Float[Array, "batch time heads head_dim"]:
-    """Rotate half-split pairs (Hugging Face's layout) by ``angles``."""
+    """Rotate half-split pairs (Hugging Face's layout) by ``angles``.
+
+    Of a head's first features, two for each angle; the rest stay as they are.
+    """
+    rotated_dim = 2 * angles.shape[-1]
+    x, rest = x[..., :rotated_dim], x[..., rotated_dim:]
     cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
     if magnitude != 1.0:
         cos, sin = cos * magnitude, sin * magnitude
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(rotated, -1).astype(x.dtype)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    rotated = jnp.concatenate(turned, -1).astype(x.dtype)
+    return jnp.concatenate([rotated, rest], -1) if rest.shape[-1] else rotated

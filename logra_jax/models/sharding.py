@@ -3,7 +3,9 @@
 Megatron's division over ``tensor``: query, key, value, gate and up projections by
 outputs (heads, features), output and down projections by inputs, the vocabulary of
 embedding and head. ``fsdp`` cuts the other axis of each kernel, and the vocabulary.
-Norms and biases are small and lie everywhere.
+The projections of a Gated DeltaNet are cut over both and run whole: queries, keys and
+values are one matrix, which heads do not divide. Norms and biases are small and lie
+everywhere.
 """
 
 import re
@@ -19,12 +21,14 @@ from jaxtyping import Array
 
 from logra_jax.algorithm.parallel import AXES, ROWS, Split, matmul, whole
 from logra_jax.algorithm.sketch import TrainedLinear, replace_layers
-from logra_jax.models.decoder import Decoder, DecoderConfig
+from logra_jax.models.decoder import Decoder
+from logra_jax.models.layers import DecoderConfig
 
 _VOCABULARY = ("tensor", "fsdp")
 _SPLITS = {
     r"(q|k|v|gate|up)_proj$": Split(("fsdp",), ("tensor",), "outputs"),
     r"(o|down)_proj$": Split(("tensor",), ("fsdp",), "inputs"),
+    r"linear_attn\.(in_proj_qkv|in_proj_z|out_proj)$": Split(("fsdp",), ("tensor",)),
     r"lm_head$": Split((), _VOCABULARY),
 }
 
@@ -139,6 +143,14 @@ def check_fits(config: DecoderConfig, mesh: Mesh) -> None:
         ("tensor", tensor, "num_key_value_heads", config.num_kv_heads),
         ("tensor", tensor, "intermediate_size", config.intermediate_size),
     ]
+    if config.delta is not None:
+        channels, values = "linear attention channels", "linear attention values"
+        rules += [
+            ("tensor", tensor, channels, config.delta.channels),
+            ("tensor", tensor, values, config.delta.values),
+            ("tensor", tensor, "hidden_size", config.hidden_size),
+            ("fsdp", fsdp, values, config.delta.values),
+        ]
     for axis, size, name, value in rules:
         if value % size:
             raise ValueError(

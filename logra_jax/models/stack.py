@@ -1,7 +1,8 @@
 """Running stacked layers one after the other, each from its own slice of the stack."""
 
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,36 +23,73 @@ _HOST_MEMORY = "pinned_host"
 _SLICING = "custom_jvp_call"
 
 
-def scan_layers(
-    layer: Callable[[Any, tuple[Any, Any]], tuple[Any, Any]],
-    carry: Any,
-    weights: Any,
-    inputs: Any,
-    *,
-    remat: str,
-) -> tuple[Any, Any]:
-    """``lax.scan(layer, carry, (weights, inputs))``, rematerialised by ``remat``.
+class Run(NamedTuple):
+    """Layers of one kind, which follow one another in each block of layers.
 
-    Neither forward nor backward ever holds a copy of the stacked weights, in any dtype.
-
-    Args:
-        layer: ``(carry, (weights, inputs)) -> (carry, output)`` of one layer.
-        carry: what goes from layer to layer.
+    Attributes:
+        layer: ``(carry, (weights, inputs)) -> (carry, output)`` of one of them.
         weights: tree of arrays stacked along axis 0.
         inputs: tree of other arrays stacked along axis 0.
+    """
+
+    layer: Callable[[Any, tuple[Any, Any]], tuple[Any, Any]]
+    weights: Any
+    inputs: Any
+
+    @property
+    def layers(self) -> int:
+        """Of its layers, in all blocks."""
+        return len(jax.tree.leaves(self.weights)[0])
+
+
+def scan_layers(runs: Sequence[Run], carry: Any, *, remat: str) -> tuple[Any, list]:
+    """All layers one after the other, rematerialised by ``remat``.
+
+    Each block of layers has the same number of each run's, and runs them in order. A
+    single run is ``lax.scan(layer, carry, (weights, inputs))``. Neither forward nor
+    backward ever holds a copy of the stacked weights, in any dtype.
+
+    Args:
+        runs: of which one, at least, has a single layer in each block.
+        carry: what goes from layer to layer.
         remat: one of ``REMAT``.
+
+    Returns:
+        The carry, and for each run its outputs, stacked along axis 0.
 
     Raises:
         ValueError: the inputs are to go to the host, and the device cannot do that.
     """
     policy = _policy(remat)
-    if remat == "offload":
-        layer = _name_input(layer)
-    if not BFLOAT16_SLICES_ARE_CONVERTED:
+    blocks = math.gcd(*(run.layers for run in runs))
+    made = [_step(run, blocks, remat, policy) for run in runs]
+    steps, inputs = zip(*made, strict=True)
+
+    def block(carry: Any, parts: tuple) -> tuple[Any, list]:
+        outputs = []
+        for step, part in zip(steps, parts, strict=True):
+            carry, output = step(carry, part)
+            outputs.append(output)
+        return carry, outputs
+
+    carry, outputs = lax.scan(block, carry, inputs)
+    return carry, [
+        output if run.layers == blocks else jax.tree.map(_unfold, output)
+        for run, output in zip(runs, outputs, strict=True)
+    ]
+
+
+def _step(
+    run: Run, blocks: int, remat: str, policy: Callable
+) -> tuple[Callable[[Any, Any], tuple[Any, Any]], Any]:
+    """A run's layers in one block, and what a scan over blocks gives them."""
+    layer = _name_input(run.layer) if remat == "offload" else run.layer
+    each = run.layers // blocks
+    if each == 1 and not BFLOAT16_SLICES_ARE_CONVERTED:
         if remat != "none":
             layer = jax.checkpoint(layer, policy=policy)
-        return lax.scan(layer, carry, (weights, inputs))
-    leaves, treedef = jax.tree.flatten(weights)
+        return layer, (run.weights, run.inputs)
+    leaves, treedef = jax.tree.flatten(run.weights)
     held = {i: a for i, a in enumerate(leaves) if a.dtype == jnp.bfloat16}
     scanned = {i: a for i, a in enumerate(leaves) if i not in held}
 
@@ -65,12 +103,19 @@ def scan_layers(
         return layer(carry, (weights, inputs))
 
     body = jax.checkpoint(body, policy=policy)
-    indices = jnp.arange(len(leaves[0]))
-    return lax.scan(
-        lambda carry, part: body(carry, jax.tree.map(_to_keep, carry), part),
-        carry,
-        (indices, scanned, inputs),
-    )
+
+    def one(carry: Any, part: tuple) -> tuple[Any, Any]:
+        return body(carry, jax.tree.map(_to_keep, carry), part)
+
+    parts = (jnp.arange(run.layers), scanned, run.inputs)
+    if each == 1:
+        return one, parts
+    fold = lambda a: a.reshape(blocks, each, *a.shape[1:])  # noqa: E731
+    return lambda carry, part: lax.scan(one, carry, part), jax.tree.map(fold, parts)
+
+
+def _unfold(array: jax.Array) -> jax.Array:
+    return array.reshape(-1, *array.shape[2:])
 
 
 def _to_keep(carry: jax.Array) -> jax.Array:

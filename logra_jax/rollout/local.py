@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key, UInt32
 
 from logra_jax.algorithm.parallel import ROWS, own_part, parts
-from logra_jax.models.attention import KV, Span
-from logra_jax.models.decoder import Decoder, Past
+from logra_jax.models.attention import Span
+from logra_jax.models.decoder import Cache, Decoder, Past
 from logra_jax.models.sharding import put_everywhere, specs_of
 from logra_jax.rollout.types import Completions, Sampling, pack_prompts
 
@@ -124,7 +124,7 @@ class _Loop(NamedTuple):
     ended: Bool[Array, " batch"]
     lengths: Int32[Array, " batch"]
     running: Int32[Array, ""]  # rows that have not ended, on all devices
-    cache: KV  # (layers, batch, suffix + new, kv_heads, head_dim)
+    cache: Cache  # keys and values of suffix + new tokens
 
 
 @functools.partial(
@@ -178,8 +178,7 @@ def _generate_rows(
         )
         model = nnx.merge(graph, weights)
     batch, width = prompt.shape
-    hidden, kv, shared = prefill(model, prefix, prompt, prompt_lengths)
-    room = ((0, 0), (0, 0), (0, new), (0, 0), (0, 0))
+    hidden, cache, shared = prefill(model, prefix, prompt, prompt_lengths)
     columns = jnp.arange(width + new)[None]
     first = width - prompt_lengths[:, None]
 
@@ -217,17 +216,13 @@ def _generate_rows(
         order = prefix.shape[0] + columns
         cached = Span(order, jnp.where(written, _ROW, _NOBODY))
         now = (prefix.shape[0] + column)[None, None]
-        hidden, kv = model(
+        hidden, present = model(
             token,
             position,
             Span(now, jnp.full_like(now, _ROW)),
             [*shared, Past(loop.cache, cached)],
         )
-        cache = jax.tree.map(
-            lambda c, new: lax.dynamic_update_slice_in_dim(c, new, column, 2),
-            loop.cache,
-            kv,
-        )
+        cache = loop.cache.write(column, present)
         return choose(loop._replace(cache=cache), hidden[:, 0])
 
     loop = _Loop(
@@ -237,7 +232,7 @@ def _generate_rows(
         ended=jnp.zeros((batch,), bool),
         lengths=jnp.zeros((batch,), jnp.int32),
         running=jnp.int32(batch),
-        cache=jax.tree.map(lambda c: jnp.pad(c, room), kv),
+        cache=cache.grow(new),
     )
     loop = choose(loop, hidden[:, -1])
     loop = lax.while_loop(lambda s: (s.t < new) & (s.running > 0), decode, loop)
@@ -265,8 +260,8 @@ def prefill(
         dtype: of the activations.
 
     Returns:
-        Hidden states (batch, time, features), the rows' keys and values, and the
-        prefix's as a list of at most one :class:`Past`.
+        Hidden states (batch, time, features), what the rows leave to later tokens, and
+        the prefix as a list of at most one :class:`Past`.
     """
     width = tokens.shape[1] if prompt_width is None else prompt_width
     shared = run_prefix(model, prefix, dtype)
@@ -276,8 +271,8 @@ def prefill(
     # A padded query sees itself, so that no softmax is over nothing.
     segment = jnp.where(columns >= first, _ROW, _NOBODY - columns)
     span = Span(prefix.shape[0] + columns, segment)
-    hidden, kv = model(tokens, positions, span, shared, dtype=dtype)
-    return hidden, kv, shared
+    hidden, cache = model(tokens, positions, span, shared, dtype=dtype)
+    return hidden, cache, shared
 
 
 def run_prefix(model: Decoder, prefix: Int[Array, " prefix"], dtype=None) -> list[Past]:
@@ -285,8 +280,9 @@ def run_prefix(model: Decoder, prefix: Int[Array, " prefix"], dtype=None) -> lis
     if not prefix.shape[0]:
         return []
     causal = Span.causal(prefix.shape[0])
-    _, kv = model(prefix[None], jnp.arange(prefix.shape[0])[None], causal, dtype=dtype)
-    return [Past(kv, causal)]
+    positions = jnp.arange(prefix.shape[0])[None]
+    _, cache = model(prefix[None], positions, causal, dtype=dtype)
+    return [Past(cache, causal)]
 
 
 def sample(

@@ -29,7 +29,8 @@ from logra_jax.algorithm.predicted_kl import predict_kl
 from logra_jax.algorithm.rounding import ROUNDINGS
 from logra_jax.algorithm.sketch import Probe, perturbed, sketch
 from logra_jax.models.attention import Span
-from logra_jax.models.decoder import Decoder, DecoderConfig
+from logra_jax.models.decoder import Decoder
+from logra_jax.models.layers import DecoderConfig
 from logra_jax.study.drift import UPDATES, measure_drifts, plot_drifts, show_drifts
 from logra_jax.study.reconstruction import (
     NAMES,

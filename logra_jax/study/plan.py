@@ -253,5 +253,9 @@ def kv_cache_bytes(config: Config, work: Workload) -> int:
     dtype = jnp.dtype(config.model.activations or config.model.dtype)
     rows = work.batch // work.parts
     kv_heads = -(-shapes.num_kv_heads // config.mesh.tensor)
-    cells = shapes.num_layers * kv_heads * shapes.head_dim
-    return 2 * rows * (work.prompt + work.new) * cells * dtype.itemsize
+    cells = shapes.num_blocks * kv_heads * shapes.head_dim
+    size = 2 * rows * (work.prompt + work.new) * cells * dtype.itemsize
+    if shapes.delta is None:
+        return size
+    layers = shapes.num_blocks * shapes.delta_per_block
+    return size + rows * layers * shapes.delta.state_bytes(dtype.itemsize)

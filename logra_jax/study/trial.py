@@ -16,8 +16,9 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Key, PyTree
 
-from logra_jax.models.decoder import Decoder, DecoderConfig
+from logra_jax.models.decoder import Decoder
 from logra_jax.models.hf_config import read_config
+from logra_jax.models.layers import DecoderConfig
 from logra_jax.models.presets import preset
 from logra_jax.models.sharding import check_fits, place
 from logra_jax.training.assemble import (

@@ -7,7 +7,8 @@ from flax import nnx
 import logra_jax as logra
 from logra_jax.algorithm.capture import Tap, TappedLinear, measurements, raw, tapped
 from logra_jax.models.attention import Span
-from logra_jax.models.decoder import Decoder, DecoderConfig
+from logra_jax.models.decoder import Decoder
+from logra_jax.models.layers import DecoderConfig
 
 LAYERS, BATCH, TIME, RANK = 3, 2, 5, 2
 TOKENS = BATCH * TIME

@@ -11,7 +11,8 @@ from flax import nnx
 from jax import lax
 
 import logra_jax as logra
-from logra_jax.models.decoder import Decoder, DecoderConfig
+from logra_jax.models.decoder import Decoder
+from logra_jax.models.layers import DecoderConfig
 
 N, K, D, R, LAYERS = 9, 7, 6, 3, 4  # examples, in, hidden, rank: all distinct
 

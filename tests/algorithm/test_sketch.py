@@ -12,7 +12,8 @@ from jax import lax
 import logra_jax as logra
 from logra_jax.algorithm.sketch import perturbed_matmul, sketched_matmul
 from logra_jax.models.attention import Span
-from logra_jax.models.decoder import REMAT, Decoder, DecoderConfig
+from logra_jax.models.decoder import REMAT, Decoder
+from logra_jax.models.layers import DecoderConfig
 
 N, K, D, R = 7, 13, 11, 3  # tokens, in, out, rank: all distinct, and unlike LAYERS
 LAYERS = 4

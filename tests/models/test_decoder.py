@@ -8,9 +8,11 @@ from flax import nnx
 
 import logra_jax as logra
 from logra_jax.algorithm.capture import Tap, measurements, raw, tapped
-from logra_jax.models import decoder as decoder_module
+from logra_jax.models import layers as layers_module
 from logra_jax.models.attention import Span
-from logra_jax.models.decoder import REMAT, Decoder, DecoderConfig, Past
+from logra_jax.models.decoder import REMAT, Decoder, Past
+from logra_jax.models.delta_net import DeltaShape
+from logra_jax.models.layers import DecoderConfig
 from logra_jax.rollout.local import prefill
 
 CONFIG = DecoderConfig(
@@ -28,18 +30,28 @@ CONFIG = DecoderConfig(
     qkv_bias=True,
     qk_norm=True,
 )
+HYBRID = dataclasses.replace(
+    CONFIG,
+    num_layers=6,
+    qkv_bias=False,
+    rotary_dim=4,
+    gated_attention=True,
+    zero_centred_norms=True,
+    delta=DeltaShape(2, 4, 8, 6, conv_width=4),
+    delta_per_block=2,
+)
 PREFIX = np.array([5, 9, 17, 3, 41], np.int32)
 ROWS = [[7, 8, 9, 10, 11, 12], [13, 14], [15], [16, 17, 18, 19]]
 
 
-def build(remat: str = "none") -> Decoder:
-    return Decoder(CONFIG, dtype=jnp.float32, remat=remat, rngs=nnx.Rngs(0))
+def build(remat: str = "none", config: DecoderConfig | None = None) -> Decoder:
+    return Decoder(config or CONFIG, dtype=jnp.float32, remat=remat, rngs=nnx.Rngs(0))
 
 
-@pytest.fixture(scope="module")
-def model() -> Decoder:
+@pytest.fixture(scope="module", params=[CONFIG, HYBRID], ids=["attention", "hybrid"])
+def model(request) -> Decoder:
     """Random, with every bias and norm away from its initial value."""
-    model = build()
+    model = build(config=request.param)
     key = jax.random.key(1)
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         key, new = jax.random.split(key)
@@ -105,13 +117,13 @@ def test_decode_with_a_cache_equals_prefill_position_by_position(model):
     tokens, lengths = pad_left(ROWS, 6)
     new = np.arange(12, dtype=np.int32).reshape(4, 3) + 30
     whole = np.concatenate([tokens, new], 1)
-    expected, all_kv, _ = run_prefill(model, PREFIX, whole, lengths, prompt_width=6)
-    _, kv, shared = run_prefill(model, PREFIX, tokens, lengths)
+    expected, whole_cache, _ = run_prefill(
+        model, PREFIX, whole, lengths, prompt_width=6
+    )
+    _, cache, shared = run_prefill(model, PREFIX, tokens, lengths)
+    cache = cache.grow(3)
     first = 6 - lengths[:, None]
     columns = np.arange(9)[None]
-    cache = jax.tree.map(
-        lambda c: jnp.pad(c, [(0, 0)] * 2 + [(0, 3)] + [(0, 0)] * 2), kv
-    )
 
     @jax.jit
     def decode(token, position, cache, written):
@@ -125,14 +137,13 @@ def test_decode_with_a_cache_equals_prefill_position_by_position(model):
         column = 6 + t
         position = len(PREFIX) + lengths[:, None] + t
         written = jnp.asarray((columns >= first) & (columns < column))
-        hidden, kv = decode(new[:, t : t + 1], jnp.asarray(position), cache, written)
+        hidden, later = decode(new[:, t : t + 1], jnp.asarray(position), cache, written)
         close(hidden[:, 0], expected[:, column])
-        cache = jax.tree.map(
-            lambda c, n, j=column: c.at[:, :, j].set(n[:, :, 0]), cache, kv
-        )
-    real = np.broadcast_to(columns >= first, (3, 4, 9))
-    close(np.asarray(cache.k)[real], np.asarray(all_kv.k)[real])
-    close(np.asarray(cache.v)[real], np.asarray(all_kv.v)[real])
+        cache = cache.write(column, later)
+    real = np.broadcast_to(columns >= first, cache.kv.k.shape[:3])
+    close(np.asarray(cache.kv.k)[real], np.asarray(whole_cache.kv.k)[real])
+    close(np.asarray(cache.kv.v)[real], np.asarray(whole_cache.kv.v)[real])
+    jax.tree.map(close, cache.state, whole_cache.state)
 
 
 def test_no_token_sees_a_later_one(model):
@@ -146,7 +157,7 @@ def test_no_token_sees_a_later_one(model):
 @pytest.mark.parametrize("remat", [name for name in REMAT if name != "none"])
 def test_remat_changes_neither_value_nor_gradient(model, remat):
     tokens = jnp.arange(14, dtype=jnp.int32).reshape(2, 7)
-    graph = nnx.graphdef(build(remat))
+    graph = nnx.graphdef(build(remat, model.config))
     state = nnx.state(model)
 
     def loss(state, graph):
@@ -187,11 +198,24 @@ def test_bfloat16_weights_have_bfloat16_activations_unless_told(model):
     half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), nnx.state(model))
     tokens = jnp.arange(6, dtype=jnp.int32)[None]
     graph = nnx.graphdef(
-        nnx.eval_shape(lambda: Decoder(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+        nnx.eval_shape(
+            lambda: Decoder(model.config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        )
     )
     got = hidden_of(nnx.merge(graph, half), tokens)
     assert got.dtype == jnp.bfloat16
     close(got.astype(jnp.float32), hidden_of(model, tokens), 0.1)
+
+
+def test_layers_of_a_hybrid_are_named_in_the_order_in_which_they_run():
+    model = nnx.eval_shape(lambda: build(config=HYBRID))
+    paths = ["delta_layers.linear_attn.out_proj", "layers.mlp.up_proj"]
+    names = [model.tensor_name(paths[0], (i,)) for i in range(4)]
+    assert names == [
+        f"model.layers.{i}.linear_attn.out_proj.weight" for i in (0, 1, 3, 4)
+    ]
+    names = [model.tensor_name(paths[1], (i,)) for i in range(2)]
+    assert names == [f"model.layers.{i}.mlp.up_proj.weight" for i in (2, 5)]
 
 
 def test_names_are_those_of_hugging_face():
@@ -227,7 +251,7 @@ def test_pieces_of_the_tokens_have_the_sketches_of_all(
     gradient, probes = sketches_of(remat, tokens)
     expected = gradient(probes)
     limit = tokens_of_a_piece * CONFIG.intermediate_size
-    monkeypatch.setattr(decoder_module, "_PIECE", limit)
+    monkeypatch.setattr(layers_module, "_PIECE", limit)
     jax.clear_caches()
     gradient, probes = sketches_of(remat, tokens)
     jax.tree.map(close, gradient(probes), expected)
@@ -245,7 +269,7 @@ def test_forward_mode_in_pieces_has_the_rate_of_change_of_all(monkeypatch):
         return jax.jvp(hidden, (probes,), (rates,))
 
     expected = rate()
-    monkeypatch.setattr(decoder_module, "_PIECE", 5 * CONFIG.intermediate_size)
+    monkeypatch.setattr(layers_module, "_PIECE", 5 * CONFIG.intermediate_size)
     jax.tree.map(close, rate(), expected)
 
 
@@ -261,12 +285,12 @@ def test_features_of_all_tokens_never_exist_where_only_inputs_are_kept(monkeypat
 
     features = 4 * tokens.size * wide.intermediate_size
     whole = temporaries()
-    monkeypatch.setattr(decoder_module, "_PIECE", 16 * wide.intermediate_size)
+    monkeypatch.setattr(layers_module, "_PIECE", 16 * wide.intermediate_size)
     assert temporaries() < whole - 3 * features
 
 
 def test_what_needs_all_tokens_at_once_gets_them(monkeypatch):
-    monkeypatch.setattr(decoder_module, "_PIECE", 5 * CONFIG.intermediate_size)
+    monkeypatch.setattr(layers_module, "_PIECE", 5 * CONFIG.intermediate_size)
     jax.clear_caches()
     model = tapped(logra.sketch(build("layer"), 4, "_proj$"), raw, tokens=12)
     graph, taps, rest = nnx.split(model, Tap, ...)

@@ -54,6 +54,22 @@ KINDS = {
     "qwen3": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 16}),
     "llama stretched": ("Llama", {"tie_word_embeddings": True, "rope": LLAMA3}),
     "qwen3 stretched": ("Qwen3", {"tie_word_embeddings": True, "rope": YARN}),
+    "llama biased": ("Llama", {"tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3.5": (
+        "Qwen3_5",
+        {
+            "tie_word_embeddings": False,
+            "num_hidden_layers": 6,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"]
+            * 2,
+            "head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 6,
+            "rope": {"rope_type": "default", "partial_rotary_factor": 0.5},
+        },
+    ),
 }
 
 
@@ -71,12 +87,13 @@ def build_oracle(kind: str):
     options = SIZES | options
     theta = options.pop("rope_theta", 1e6)
     rope = options.pop("rope", {"rope_type": "default"}) | {"rope_theta": theta}
-    config = getattr(transformers, f"{family}Config")(**options, rope_parameters=rope)
+    name = f"{family}TextConfig" if family == "Qwen3_5" else f"{family}Config"
+    config = getattr(transformers, name)(**options, rope_parameters=rope)
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, value in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or name.endswith(("A_log", "dt_bias")):
                 value.uniform_(0.5, 2.0)
             else:
                 value.normal_(0.0, 0.5 if "bias" in name else 0.2)
@@ -151,6 +168,44 @@ def test_logits_equal_those_of_transformers(checkpoints, kind):
     directory, expected = checkpoints[kind]
     assert np.std(expected) > 0.3  # far from uniform, else the comparison is vacuous
     np.testing.assert_allclose(our_logits(directory), expected, rtol=1e-4, atol=1e-4)
+
+
+def logprobs_of_transformers(model):
+    """The sum of log-probs of all tokens but the first."""
+    import torch
+
+    tokens = torch.from_numpy(TOKENS).long()
+    logprobs = torch.log_softmax(model(tokens).logits[:, :-1], -1)
+    return logprobs.gather(-1, tokens[:, 1:, None]).sum()
+
+
+@jax.jit
+def gradients_of_logprobs(model: Decoder):
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def total(params):
+        logits = _logits(nnx.merge(graph, params, rest))[:, :-1]
+        tokens = jnp.asarray(TOKENS)[:, 1:, None]
+        return jnp.sum(jnp.take_along_axis(jax.nn.log_softmax(logits), tokens, -1))
+
+    return jax.grad(total)(params)
+
+
+@pytest.mark.parametrize("kind", ["llama tied", "qwen2", "qwen3", "qwen3.5"])
+def test_gradients_of_logprobs_equal_those_of_torch(kind, tmp_path):
+    oracle = build_oracle(kind)
+    oracle.save_pretrained(tmp_path / "model")
+    logprobs_of_transformers(oracle).backward()
+    model = load_decoder(tmp_path / "model", dtype=jnp.float32)
+    nnx.update(model, gradients_of_logprobs(model))
+    gradients = dict(hf.named_tensors(model))
+    compared = 0
+    for name, value in oracle.named_parameters():
+        expected = value.grad.numpy()
+        atol = 1e-4 * np.max(np.abs(expected))
+        np.testing.assert_allclose(gradients[name], expected, 1e-3, atol, err_msg=name)
+        compared += 1
+    assert compared == len(gradients)
 
 
 def test_both_spellings_of_rope_theta_are_read(checkpoints, tmp_path):
@@ -374,7 +429,6 @@ def test_wrong_shape_is_named_as_it_is_in_the_file(broken, name, right, wrong):
         ({"model_type": "gpt2"}, "`model_type` must be one of .* got 'gpt2'"),
         ({"model_type": ...}, "`model_type` must be one of .* got None"),
         ({"hidden_act": "gelu"}, "`hidden_act` .* not supported for llama, got 'gelu'"),
-        ({"attention_bias": True}, "`attention_bias` .* got True"),
         ({"mlp_bias": True}, "`mlp_bias` .* got True"),
         ({"use_sliding_window": True}, "`use_sliding_window` .* got True"),
         (
@@ -399,6 +453,41 @@ def test_unsupported_config_is_named(broken, changes, message):
     with pytest.raises(ValueError, match=message) as error:
         load_decoder(broken)
     assert str(error.value).count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
+            "`layer_types` .* must repeat one block .* got .'linear_attention', 'full",
+        ),
+        ({"layer_types": ["full_attention"] * 6}, "`layer_types` .* must repeat"),
+        ({"layer_types": ["linear_attention"] * 6}, "`layer_types` .* must repeat"),
+        ({"linear_key_head_dim": ...}, "`linear_key_head_dim` is missing"),
+        ({"linear_num_value_heads": 3}, "`value_heads` must be a multiple"),
+        ({"attn_output_gate": False}, "`attn_output_gate` .* not supported"),
+    ],
+)
+def test_unsupported_hybrid_is_named(checkpoints, tmp_path, changes, message):
+    source = checkpoints["qwen3.5"].directory / "config.json"
+    shutil.copy(source, tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        read_config(tmp_path)
+
+
+def test_the_hybrid_of_a_model_that_sees_is_its_text_part(checkpoints, tmp_path):
+    source = checkpoints["qwen3.5"].directory
+    text = json.loads((source / "config.json").read_text("utf-8"))
+    whole = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(whole), "utf-8")
+    assert read_config(tmp_path) == read_config(source)
+    # a block of four layers is what is meant where the layers are not listed
+    edit_config(
+        tmp_path, text_config=text | {"layer_types": None, "num_hidden_layers": 8}
+    )
+    assert read_config(tmp_path).delta_per_block == 3
 
 
 def test_directory_without_config_is_one_sentence(tmp_path):

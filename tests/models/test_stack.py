@@ -13,8 +13,9 @@ import logra_jax as logra
 from logra_jax.models import head as head_module
 from logra_jax.models import stack as stack_module
 from logra_jax.models.attention import Span
-from logra_jax.models.decoder import REMAT, Decoder, DecoderConfig
-from logra_jax.models.stack import scan_layers
+from logra_jax.models.decoder import REMAT, Decoder
+from logra_jax.models.layers import DecoderConfig
+from logra_jax.models.stack import Run, scan_layers
 
 LAYERS, WIDTH, TOKENS = 6, 48, 5
 CONFIG = DecoderConfig(
@@ -38,6 +39,11 @@ def layer(h, inputs):
     return h, jnp.sum(h)
 
 
+def scan_one_kind(h, weights, scale, *, remat):
+    h, (sums,) = scan_layers([Run(layer, weights, scale)], h, remat=remat)
+    return h, sums
+
+
 def arrays():
     keys = jax.random.split(jax.random.key(0), 4)
     weights = {
@@ -57,7 +63,7 @@ def test_layers_run_and_differentiate_as_under_a_plain_scan(remat):
 
         return jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2)))
 
-    ours = loss(lambda h, w, s: scan_layers(layer, h, w, s, remat=remat))(*arrays())
+    ours = loss(lambda h, w, s: scan_one_kind(h, w, s, remat=remat))(*arrays())
     plain = loss(lambda h, w, s: jax.lax.scan(layer, h, (w, s)))(*arrays())
     # the gradient of bfloat16 weights too: reading bits must not make it vanish
     assert ours[1][1]["w"].dtype == jnp.bfloat16
@@ -70,11 +76,59 @@ def test_layers_run_and_differentiate_as_under_a_plain_scan(remat):
     )
 
 
+@pytest.mark.parametrize("remat", REMAT)
+def test_layers_of_two_kinds_run_in_blocks_and_differentiate(remat):
+    """Two of one kind, then one of the other; the oracle is a Python loop."""
+    h, weights, scale = arrays()
+    half = jax.tree.map(lambda a: a[: LAYERS // 2] * 1.3, weights)
+
+    def other(h, inputs):
+        weights, _ = inputs
+        h = h + jnp.cos(h @ weights["w"].astype(h.dtype)) + weights["b"]
+        return h, {"mean": jnp.mean(h, axis=0)}
+
+    def ours(h, weights, half, scale):
+        runs = [Run(layer, weights, scale), Run(other, half, None)]
+        return scan_layers(runs, h, remat=remat)
+
+    def plain(h, weights, half, scale):
+        sums, means = [], []
+        for i in range(LAYERS):
+            h, out = layer(h, jax.tree.map(lambda a, i=i: a[i], (weights, scale)))
+            sums.append(out)
+            if i % 2:
+                part = jax.tree.map(lambda a, i=i: a[i // 2], half)
+                h, out = other(h, (part, None))
+                means.append(out["mean"])
+        return h, [jnp.stack(sums), {"mean": jnp.stack(means)}]
+
+    def loss(run):
+        def total(*arrays):
+            h, (sums, means) = run(*arrays)
+            return jnp.sum(jnp.square(h)) + jnp.sum(sums) + jnp.sum(means["mean"])
+
+        return jax.jit(jax.grad(total, argnums=(0, 1, 2, 3)))
+
+    args = (h, weights, half, scale)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5),
+        ours(*args),
+        plain(*args),
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2e-2, atol=1e-3
+        ),
+        loss(ours)(*args),
+        loss(plain)(*args),
+    )
+
+
 def test_forward_mode_goes_through_the_slices():
     h, weights, scale = arrays()
 
     def run(w):
-        return scan_layers(layer, h, weights | {"w": w}, scale, remat="dots")[0]
+        return scan_one_kind(h, weights | {"w": w}, scale, remat="dots")[0]
 
     tangent = jnp.ones_like(weights["w"])
     _, ours = jax.jvp(run, (weights["w"],), (tangent,))
@@ -143,7 +197,7 @@ def test_both_ways_of_slicing_agree(monkeypatch):
     found = []
     for converted in (True, False):
         monkeypatch.setattr(stack_module, "BFLOAT16_SLICES_ARE_CONVERTED", converted)
-        found.append(scan_layers(layer, h, weights, scale, remat="dots"))
+        found.append(scan_one_kind(h, weights, scale, remat="dots"))
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
@@ -152,7 +206,7 @@ def test_what_is_kept_goes_to_the_host_when_asked():
 
     def kept(remat):
         def loss(h):
-            return jnp.sum(scan_layers(layer, h, weights, scale, remat=remat)[0])
+            return jnp.sum(scan_one_kind(h, weights, scale, remat=remat)[0])
 
         return str(jax.make_jaxpr(jax.grad(loss))(h))
 
@@ -175,7 +229,7 @@ def test_a_device_without_host_memory_offloads_nothing(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
     expected = "`remat` may be 'offload' only .* got abacus with device; use 'layer'"
     with pytest.raises(ValueError, match=expected):
-        scan_layers(layer, *arrays(), remat="offload")
+        scan_one_kind(*arrays(), remat="offload")
 
 
 def test_the_kept_inputs_of_layers_are_never_widened():
@@ -190,7 +244,7 @@ def test_the_kept_inputs_of_layers_are_never_widened():
 
         return jax.jit(jax.grad(value))
 
-    ours = gradient(lambda h: scan_layers(layer, h, weights, scale, remat="layer"))
+    ours = gradient(lambda h: scan_one_kind(h, weights, scale, remat="layer"))
     text = ours.lower(h).compile().as_text()
     assert not re.findall(rf"= f32\[{LAYERS},{TOKENS},{WIDTH}\]", text)
     assert re.findall(rf"= (?:bf16|u16)\[{LAYERS},{TOKENS},{WIDTH}\]", text)

@@ -9,8 +9,9 @@ import pytest
 from flax import nnx
 from scipy import stats
 
-from logra_jax.models.decoder import Decoder, DecoderConfig
+from logra_jax.models.decoder import Decoder
 from logra_jax.models.hf import load_decoder
+from logra_jax.models.layers import DecoderConfig
 from logra_jax.models.logprobs import token_logprobs
 from logra_jax.models.tokenizer import ChatTokenizer
 from logra_jax.rollout import local

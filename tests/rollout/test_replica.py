@@ -21,8 +21,9 @@ from logra_jax.algorithm.digest import TensorDigest, digest_array, model_digest
 from logra_jax.algorithm.factor import quantise
 from logra_jax.algorithm.merge import merge
 from logra_jax.algorithm.replay import replay
-from logra_jax.models.decoder import Decoder, DecoderConfig
+from logra_jax.models.decoder import Decoder
 from logra_jax.models.hf import named_factors, named_tensors, tensor_digests
+from logra_jax.models.layers import DecoderConfig
 from logra_jax.rollout.replica import Replica
 from logra_jax.rollout.wire import Refused, Update, decode, encode
 

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from logra_jax import cli
-from logra_jax.models.decoder import DecoderConfig
+from logra_jax.models.layers import DecoderConfig
 from logra_jax.models.presets import PRESETS
 from logra_jax.study import bench_step as bench_module
 from logra_jax.study.bench_step import (

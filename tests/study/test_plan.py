@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from logra_jax import cli
-from logra_jax.models.decoder import DecoderConfig
+from logra_jax.models.layers import DecoderConfig
 from logra_jax.models.presets import PRESETS
 from logra_jax.study import plan as plan_module
 from logra_jax.study.plan import CARDS, GIB, find_cards, make_plan, plan_command

@@ -17,7 +17,6 @@ from logra_jax.models.attention import Span
 from logra_jax.models.decoder import Decoder
 from logra_jax.models.hf import load_decoder
 from logra_jax.models.sharding import make_mesh, place
-from logra_jax.models.stack import scan_layers
 from logra_jax.training.assemble import (
     build_optimizer,
     loss_options_of,
@@ -256,7 +255,8 @@ def test_no_float32_copy_of_the_kernels_is_made():
             def layer(x, inputs):
                 return nnx.merge(graph, inputs[0])(x), None
 
-            return scan_layers(layer, x, weights, (), remat="layer")[0]
+            run = stack.Run(layer, weights, ())
+            return stack.scan_layers([run], x, remat="layer")[0]
 
     model = dense(Model())
     graph, _, weights = nnx.split(model, WideKernel, ...)

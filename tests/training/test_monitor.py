@@ -10,7 +10,8 @@ from flax import nnx
 
 import logra_jax as logra
 from logra_jax.algorithm.alignment import Moments, cos_c, effective_dimension, snr
-from logra_jax.models.decoder import Decoder, DecoderConfig
+from logra_jax.models.decoder import Decoder
+from logra_jax.models.layers import DecoderConfig
 from logra_jax.rl.advantages import RunningMean
 from logra_jax.training.alarms import read_alarms
 from logra_jax.training.config import load_config

@@ -1,5 +1,6 @@
 """Packing loses and adds nothing: on the host, and in loss and sketches."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import logra_jax as logra
-from logra_jax.models.decoder import Decoder, DecoderConfig
+from logra_jax.models.decoder import Decoder
+from logra_jax.models.delta_net import DeltaShape
+from logra_jax.models.layers import DecoderConfig
 from logra_jax.models.sharding import make_mesh, place
 from logra_jax.training.journal import read_metrics
 from logra_jax.training.layout import build_layout
@@ -35,6 +38,14 @@ CONFIG = DecoderConfig(
     rope_theta=100.0,
     rms_norm_eps=1e-6,
     tie_embeddings=True,
+)
+HYBRID = dataclasses.replace(
+    CONFIG,
+    num_layers=4,
+    qk_norm=True,
+    gated_attention=True,
+    delta=DeltaShape(1, 2, 4, 6, conv_width=4),
+    delta_per_block=1,
 )
 BASIS = logra.Basis(seed=3)
 LOSS = LossOptions(
@@ -160,9 +171,9 @@ jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_lev
 
 
 @functools.cache
-def sketched() -> Decoder:
-    model = Decoder(CONFIG, dtype=jnp.float32, rngs=nnx.Rngs(0))
-    return logra.sketch(model, 4, "_proj$", BASIS)
+def sketched(config: DecoderConfig = CONFIG) -> Decoder:
+    model = Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    return logra.sketch(model, 4, r"_proj(_qkv|_z)?$", BASIS)
 
 
 def method_of(model: Decoder) -> Method:
@@ -172,17 +183,19 @@ def method_of(model: Decoder) -> Method:
 
 
 @functools.cache
-def gradients(size: int, loss: LossOptions = LOSS):
+def gradients(size: int, loss: LossOptions = LOSS, config: DecoderConfig = CONFIG):
     options = StepOptions(loss, microbatch=size, kl_estimator="jvp", kl_share=0.5)
-    method = method_of(sketched())
+    method = method_of(sketched(config))
     return jit(lambda w, b, a: accumulate(method, w, b, a, options))
 
 
-def check_same(fields: Fields, row_tokens: int, loss=LOSS, devices: int = 1) -> dict:
+def check_same(
+    fields: Fields, row_tokens: int, loss=LOSS, devices: int = 1, config=CONFIG
+) -> dict:
     """Sketches and metrics of packed rows and of padded ones; the metrics."""
-    weights = weights_of(sketched())
+    weights = weights_of(sketched(config))
     advantages = jnp.cos(jnp.arange(float(len(fields.mask))))
-    run = gradients(len(fields.mask), loss)
+    run = gradients(len(fields.mask), loss, config)
     expected, metrics = run(weights, batch_of(fields, None), advantages)
     got, packed = run(weights, batch_of(fields, row_tokens, devices), advantages)
     assert set(packed) == set(metrics)
@@ -201,6 +214,12 @@ RAGGED = ([3, 1, 6, 2, 5, 3, 1, 4], [7, 2, 0, 9, 1, 5, 3, 8])
 @pytest.mark.parametrize(("row_tokens", "devices"), [(16, 1), (100, 1), (16, 3)])
 def test_packed_rows_have_the_loss_and_the_sketches_of_padded_ones(row_tokens, devices):
     check_same(fields_of(*RAGGED), row_tokens, devices=devices)
+
+
+@pytest.mark.parametrize("row_tokens", [16, 100])
+def test_packed_rows_of_a_hybrid_have_those_of_padded_ones_too(row_tokens):
+    """Its recurrence and its convolution start anew with each response."""
+    check_same(fields_of(*RAGGED), row_tokens, config=HYBRID)
 
 
 def test_rows_dealt_to_the_devices_of_a_mesh_have_the_same_sketches():
