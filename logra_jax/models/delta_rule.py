@@ -108,7 +108,8 @@ def delta_rule(
     def per_key_head(a: Array) -> Array:
         return a.reshape(batch, time, key_heads, share, *a.shape[3:])
 
-    tokens = Tokens(q, k, *map(per_key_head, (v, g, beta)), start)
+    v, g, beta = (per_key_head(a) for a in (v, g, beta))
+    tokens = Tokens(q, k, v, g, beta, start)
     chunks = -(-time // CHUNK)
     if chunks == 1:
         out, state = jax.checkpoint(_one_chunk)(tokens, past)
@@ -137,7 +138,7 @@ def _all_chunks(tokens: Tokens, past: Array | None, chunks: int):
     def step(state: Array, inputs: tuple[Prepared, Reads | None]):
         chunk, read = inputs
         own = _read(chunk, chunk.carried, state)
-        out, new = _finish(chunk, own if read is None else _add(own, read))
+        out, new = _finish(chunk, _add(own, read))
         state = chunk.carried[..., -1, None, None] * state + new
         if past is not None:
             state += chunk.fresh[..., -1, None, None] * past
@@ -227,8 +228,8 @@ def _invert(below: Float[Array, "*rows time time"]) -> Float[Array, "*rows time 
 
     For a delta rule with β ≤ 1 its entries stay within ±1, while powers of ``A`` would
     grow and cancel. The derivative is ``−(I + A)⁻¹ Ȧ (I + A)⁻¹``. All are products: a
-    CPU's library of triangular solves takes longer, several times so backward, and may
-    wait for threads that wait for it.
+    CPU's library of triangular solves takes several times as long, forward and
+    backward, and may wait for threads that wait for it.
     """
     time = below.shape[-1]
     size = min(_BLOCK, time)
@@ -272,10 +273,12 @@ def _read(chunk: Prepared, decay: Array, state: Array | None) -> Reads | None:
     """``exp(G) K S`` and ``exp(G) Q S``; None of no state."""
     if state is None:
         return None
-    kind = "bkcd,krde->bkrce" if state.shape[0] == 1 else "bkcd,bkrde->bkrce"
     if state.shape[0] == 1:
-        state = state[0]
-    return tuple(decay[..., None] * _einsum(kind, a, state) for a in (chunk.k, chunk.q))
+        kind, state = "bkcd,krde->bkrce", state[0]
+    else:
+        kind = "bkcd,bkrde->bkrce"
+    of_k, of_q = (_einsum(kind, a, state) for a in (chunk.k, chunk.q))
+    return decay[..., None] * of_k, decay[..., None] * of_q
 
 
 def _finish(chunk: Prepared, read: Reads | None) -> tuple[Array, Array]:
@@ -288,7 +291,9 @@ def _finish(chunk: Prepared, read: Reads | None) -> tuple[Array, Array]:
     return out, new
 
 
-def _add(own: Reads, other: Reads) -> Reads:
+def _add(own: Reads | None, other: Reads | None) -> Reads | None:
+    if own is None or other is None:
+        return own or other
     return own[0] + other[0], own[1] + other[1]
 
 

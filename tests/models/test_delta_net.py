@@ -11,6 +11,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
+from logra_jax.models import delta_net as net_module
 from logra_jax.models import delta_rule as rule_module
 from logra_jax.models.delta_net import DeltaShape, DeltaState, GatedDeltaNet
 from logra_jax.models.delta_rule import CHUNK
@@ -151,10 +152,21 @@ def test_any_number_of_chunks_may_be_prepared_together(most, monkeypatch):
     monkeypatch.setattr(rule_module, "_GROUP", most)
     net, h, past = build(), normal(2, LONG, HIDDEN), some_past(1)
     segments = jnp.repeat(jnp.array([[0, 1, 2]]), jnp.array([30, 75, 45]), axis=1)
+    h = jnp.asarray(h)
     got, state = nnx.jit(lambda net: net(h, segments, past))(net)
     expected, memory, _ = follow_rows(net, h, segments, past)
     close(got, expected)
     close(state.memory, memory)
+
+
+def test_many_inputs_are_convolved_a_piece_at_a_time(monkeypatch):
+    """64 channels do not come apart into 7, the least: into 8."""
+    net, h, past = build(), jnp.asarray(normal(2, 9, HIDDEN)), some_past(2)
+    whole, state = mix(net, h, one_segment(9), past)
+    monkeypatch.setattr(net_module, "_PIECE", 2 * 9 * 64 // 7)
+    pieces, same = nnx.jit(lambda net: net(h, one_segment(9), past))(net)
+    close(pieces, whole, 1e-6)
+    jax.tree.map(lambda a, b: close(a, b, 1e-6), same, state)
 
 
 # --- segments
@@ -179,7 +191,7 @@ def segmentations(draw, batch: int, time: int):
 def test_packed_segments_are_separate_sequences(rows, data):
     """From nothing, from a past shared by all rows, and from each row's own."""
     net, h = build(), normal(2, LONG, HIDDEN)
-    segments = data.draw(segmentations(data.draw(st.just(2)), LONG))
+    segments = data.draw(segmentations(2, LONG))
     past = some_past(rows) if rows else None
     got, state = mix(net, h, jnp.asarray(segments), past)
     expected, memory, tail = follow_rows(net, h, segments, past)
@@ -260,8 +272,10 @@ def torch_twin(net: GatedDeltaNet):
     return twin, config
 
 
-@pytest.mark.parametrize("time", [1, 5, 64, 65, LONG])
-@pytest.mark.parametrize("shape", [EVEN, ODD], ids=["even", "odd"])
+@pytest.mark.parametrize(
+    ("shape", "time"),
+    [(EVEN, 1), (EVEN, 5), (EVEN, 64), (EVEN, 65), (EVEN, LONG), (ODD, 65)],
+)
 def test_outputs_are_those_of_transformers(shape, time):
     import torch
 
@@ -290,11 +304,10 @@ def test_state_is_the_cache_of_transformers():
         close(past.tail, inputs[:, 1:])
 
 
-@pytest.mark.parametrize("shape", [EVEN, ODD], ids=["even", "odd"])
-def test_gradients_are_those_of_torch(shape):
+def test_gradients_are_those_of_torch():
     import torch
 
-    net, h, g = build(shape), normal(2, LONG, HIDDEN), normal(2, LONG, HIDDEN, seed=3)
+    net, h, g = build(ODD), normal(2, LONG, HIDDEN), normal(2, LONG, HIDDEN, seed=3)
     twin, _ = torch_twin(net)
     x = torch.from_numpy(h).requires_grad_()
     (twin(x) * torch.from_numpy(g)).sum().backward()
@@ -359,7 +372,7 @@ def test_forward_mode_is_the_difference_quotient_of_numpy():
         close(tangent, (there - back) / 2e-5, 2e-4)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2])
+@pytest.mark.parametrize("rows", [0, 1])
 def test_reverse_mode_is_the_transpose_of_forward_mode(rows):
     f, primals = packed_function(some_past(rows) if rows else None)
     rng = np.random.default_rng(6)
@@ -395,8 +408,9 @@ def test_stacked_layers_are_scanned_and_rematerialised():
         return GatedDeltaNet(HIDDEN, EVEN, EPSILON, jnp.float32, rngs)
 
     graph, weights = nnx.split(stack(nnx.Rngs(0)))
-    h, past = normal(2, 70, HIDDEN), some_past(1)
+    h, past = jnp.asarray(normal(2, 70, HIDDEN)), some_past(1)
 
+    @jax.jit
     def layer(h, w):
         out, state = nnx.merge(graph, w)(h, one_segment(70), past)
         return h + out, state
@@ -408,7 +422,6 @@ def test_stacked_layers_are_scanned_and_rematerialised():
         assert states.memory.shape == (3, 2, 4, 8, 8)
         return (out**2).sum() + (states.memory**2).sum()
 
-    @jax.jit
     @jax.value_and_grad
     def unrolled(weights):
         out, total = h, 0.0
@@ -427,8 +440,8 @@ def test_bfloat16_is_within_two_percent_of_float32():
     narrow = build(EVEN, jnp.bfloat16)
     wide = build(EVEN)
     h = jnp.asarray(normal(2, LONG, HIDDEN), jnp.bfloat16)
-    nnx_state = jax.tree.map(lambda w: w.astype(jnp.float32), nnx.state(narrow))
-    wide = nnx.merge(nnx.graphdef(wide), nnx_state)
+    weights = jax.tree.map(lambda w: w.astype(jnp.float32), nnx.state(narrow))
+    wide = nnx.merge(nnx.graphdef(wide), weights)
     got, state = mix(narrow, h, one_segment(LONG), None)
     expected, exact = mix(wide, h.astype(jnp.float32), one_segment(LONG), None)
     assert (got.dtype, state.tail.dtype) == (jnp.bfloat16, jnp.bfloat16)
@@ -437,7 +450,6 @@ def test_bfloat16_is_within_two_percent_of_float32():
     def error(a, b):
         return np.linalg.norm(a.astype(jnp.float32) - b) / np.linalg.norm(b)
 
-    print(error(got, expected), error(state.memory, exact.memory))
     assert error(got, expected) <= 0.02
     assert error(state.memory, exact.memory) <= 0.02
 
