@@ -232,6 +232,8 @@ def _invert(below: Float[Array, "*rows time time"]) -> Float[Array, "*rows time 
     backward, and may wait for threads that wait for it.
     """
     time = below.shape[-1]
+    if time == 1:
+        return jnp.ones_like(below)
     size = min(_BLOCK, time)
     rest = -time % size
     below = jnp.pad(below, [*[(0, 0)] * (below.ndim - 2), (0, rest), (0, rest)])
@@ -277,7 +279,9 @@ def _read(chunk: Prepared, decay: Array, state: Array | None) -> Reads | None:
         kind, state = "bkcd,krde->bkrce", state[0]
     else:
         kind = "bkcd,bkrde->bkrce"
-    of_k, of_q = (_einsum(kind, a, state) for a in (chunk.k, chunk.q))
+    # One product: of a single token, the time goes into reading the state.
+    both = _einsum(kind, jnp.concatenate([chunk.k, chunk.q], axis=-2), state)
+    of_k, of_q = jnp.split(both, 2, axis=-2)
     return decay[..., None] * of_k, decay[..., None] * of_q
 
 

@@ -56,7 +56,9 @@ def some_past(batch: int, shape: DeltaShape = EVEN) -> DeltaState:
 
 
 def close(got, expected, tol=1e-5):
-    np.testing.assert_allclose(got, expected, rtol=0, atol=tol)
+    """Within ``tol`` of the largest entry, which is up to 8 in outputs."""
+    atol = tol * max(1, float(np.abs(expected).max()))
+    np.testing.assert_allclose(got, expected, rtol=0, atol=atol)
 
 
 # --- numpy, float64, one token after the other
@@ -432,7 +434,7 @@ def test_stacked_layers_are_scanned_and_rematerialised():
 
     (value, got), (expected, grads) = scanned(weights), unrolled(weights)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
-    jax.tree.map(lambda a, b: close(a, b, 1e-4 * float(jnp.abs(b).max())), got, grads)
+    jax.tree.map(lambda a, b: close(a, b, 1e-4), got, grads)
 
 
 def test_bfloat16_is_within_two_percent_of_float32():
