@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int
 
@@ -20,7 +21,7 @@ from logra_jax.rl.losses import (
 )
 from logra_jax.rollout.local import prefill, run_prefix
 from logra_jax.training.packing import PackedRows
-from logra_jax.training.state import Batch
+from logra_jax.training.state import Batch, rows
 
 
 class LossOptions(NamedTuple):
@@ -183,3 +184,24 @@ def response_hidden(
         dtype=dtype,
     )
     return hidden[:, width - 1 : width - 1 + new].reshape(-1, hidden.shape[-1])
+
+
+def hidden_in_parts(
+    model: Decoder, batch: Batch, most: int, dtype: DTypeLike | None = None
+) -> Float[Array, "tokens features"]:
+    """:func:`response_hidden`, of at most ``most`` rows at a time, and as many each.
+
+    Two rows of 4,096 tokens at once, and their rates of change, can be more than all
+    else that an update holds.
+    """
+    count = len(batch.mask)
+    size = next(n for n in range(min(most, count), 0, -1) if count % n == 0)
+    if size == count:
+        return response_hidden(model, batch, dtype)
+
+    def part(few: Batch) -> Array:
+        return response_hidden(model, few._replace(prefix=batch.prefix), dtype)
+
+    split = rows(batch, lambda a: a.reshape(-1, size, *a.shape[1:]))
+    hidden = lax.map(part, split._replace(prefix=None))
+    return hidden.reshape(-1, hidden.shape[-1])

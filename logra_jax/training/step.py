@@ -32,9 +32,9 @@ from logra_jax.training.objective import (
     LossOptions,
     PolicyTerms,
     advantages_of,
+    hidden_in_parts,
     packed_terms,
     policy_terms,
-    response_hidden,
 )
 from logra_jax.training.packing import Packed, PackedRows
 from logra_jax.training.state import Batch, TrainState, evenly, rows
@@ -97,9 +97,10 @@ def build_step(
         )
         updates, controller_state = cast(nnx.State, proposal), state.controller
         few, measured = None, None
+        most = _rows_at_once(batch, options.microbatch)
         if options.kl_share:
             few = _share(batch, options.kl_share, parts.rows)
-            measured = parts.predict(state, trained, few, updates)
+            measured = parts.predict(state, trained, few, updates, most)
             scaled, controlled = controller.update(
                 proposal, state.controller, predicted_kl=measured[0]
             )
@@ -118,7 +119,7 @@ def build_step(
                 "kl/budget": controller_state.budget,
                 # a dropped update spends nothing, whatever q is
                 "kl/predicted": jnp.where(alpha > 0, jnp.square(alpha) * q, 0.0),
-                "kl/realised": parts.realised(weights, few, before),
+                "kl/realised": parts.realised(weights, few, before, most),
                 "alpha": alpha,
             }
         after = TrainState(
@@ -226,14 +227,22 @@ class _Parts:
         return total(jnp.sum(values), ROWS if self.layout else None)
 
     def predict(
-        self, state: TrainState, trained: nnx.State, batch: Batch, proposal: nnx.State
+        self,
+        state: TrainState,
+        trained: nnx.State,
+        batch: Batch,
+        proposal: nnx.State,
+        most: int,
     ) -> tuple[Float32[Array, ""], Float[Array, "tokens features"]]:
-        """``q`` of the proposal by the configured estimator, and the hidden states."""
+        """``q`` of the proposal by the configured estimator, and the hidden states.
+
+        ``most`` rows go through the layers at once, on each device.
+        """
 
         def predict(weights, trained, batch, proposal, last):
             def hidden(trained: nnx.State) -> Array:
                 model = self.model(weights, trained, plain=True)
-                return response_hidden(model, batch, jnp.float32)
+                return hidden_in_parts(model, batch, most, jnp.float32)
 
             model = self.model(weights, trained, plain=True)
             head, proposal = model.head_after(proposal)
@@ -278,13 +287,14 @@ class _Parts:
         return run(weights, updates)
 
     def realised(
-        self, weights: nnx.State, batch: Batch, before: Array
+        self, weights: nnx.State, batch: Batch, before: Array, most: int
     ) -> Float32[Array, ""]:
-        """KL of the policy before and after, nats per token."""
+        """KL of the policy before and after, nats per token; see :meth:`predict`."""
 
         def realised(weights, trained, batch, before):
             model = self.model(weights, trained, plain=False)
-            head, after = model.head_after(response_hidden(model, batch, jnp.float32))
+            after = hidden_in_parts(model, batch, most, jnp.float32)
+            head, after = model.head_after(after)
             return realised_kl(
                 before,
                 after,
@@ -390,6 +400,14 @@ def _share(batch: Batch, share: float, multiple: int) -> Batch:
     few = rows(batch, lambda a: a[indices])
     is_chosen = jnp.arange(len(indices)) < len(chosen)
     return few._replace(mask=few.mask & is_chosen[:, None])
+
+
+def _rows_at_once(batch: Batch, microbatch: int) -> int:
+    """Whole responses, on each device, that have no more tokens than a microbatch."""
+    if batch.packed is None:
+        return microbatch
+    longest = batch.prompts.shape[1] + batch.completions.shape[1] - 1
+    return max(1, batch.packed.rows.tokens.shape[-1] // longest)
 
 
 def _token_metrics(terms: PolicyTerms, tokens: Array) -> dict[str, Array]:
