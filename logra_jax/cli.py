@@ -170,6 +170,18 @@ def _bench_overlap(args: argparse.Namespace) -> int:
     return bench_overlap(config, args.json, steps=args.steps)
 
 
+def _bench_load(args: argparse.Namespace) -> int:
+    from logra_jax.study.bench_load import bench_load
+
+    return bench_load(
+        args.target,
+        args.overrides,
+        args.json,
+        dtype=args.dtype,
+        repetitions=args.repeat,
+    )
+
+
 def _fidelity(args: argparse.Namespace) -> int:
     from logra_jax.study.fidelity import RANKS, fidelity
 
@@ -354,6 +366,28 @@ def _parser() -> argparse.ArgumentParser:
         "--steps", type=int, default=6, metavar="N", help="each way (default: 6)"
     )
     overlap.add_argument("--json", action="store_true", help="print one JSON object")
+
+    load = _command(
+        benches, "load", "loading a model against reading its files", examples.LOAD
+    )
+    load.set_defaults(run=_bench_load)
+    load.add_argument(
+        "target",
+        metavar="CONFIG|DIR",
+        nargs="?",
+        help="a config file, or a Hugging Face directory (default: a synthetic one)",
+    )
+    _add_overrides(load)
+    load.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="that weights are cast to (default: bfloat16)",
+    )
+    load.add_argument(
+        "--repeat", type=int, default=5, metavar="N", help="of each (default: 5)"
+    )
+    load.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 

@@ -81,6 +81,15 @@ examples:
       rollout.pause=in_place rollout.engine=sglang \\
       'rollout.urls=[http://127.0.0.1:30000]'
 """
+LOAD = """\
+Without CONFIG or DIR a synthetic checkpoint of 2 GB is written into the temporary
+directory, and removed.
+
+examples:
+  logra bench load
+  logra bench load path/to/model --repeat 9 --json
+  logra bench load configs/quickstart.yaml --dtype float32
+"""
 FIDELITY = """\
 examples:
   logra fidelity

@@ -25,6 +25,7 @@ from logra_jax.algorithm.digest import TensorDigest, digest_stack
 from logra_jax.models.decoder import STACKS, Decoder
 from logra_jax.models.hf_config import read_config
 from logra_jax.models.sharding import check_fits, on_host, specs_of
+from logra_jax.models.streaming import Wanted, load_arrays
 from logra_jax.models.weight_files import (
     SHARD_BYTES,
     WeightFiles,
@@ -53,9 +54,9 @@ def load_decoder(
 ) -> Decoder:
     """The model in a Hugging Face directory, its layers stacked.
 
-    One stacked tensor at a time is gathered on the host and put on the device, so the
-    weights are never held twice. On a mesh that is each device's part of it, read from
-    the file apart: nothing ever holds the model, nor a stacked tensor of it.
+    Blocks of each tensor's rows are read, cast, and written in place into the stacks on
+    the device: the host holds a few blocks, never a tensor. On a mesh each device holds
+    its part from the beginning, and each process reads what its devices need.
 
     Args:
         directory: holds config.json and model.safetensors, or its shards and index.
@@ -87,16 +88,16 @@ def load_decoder(
         check_fits(config, mesh)
         for path, spec in nnx.to_flat_state(specs_of(state)):
             where[path] = NamedSharding(mesh, spec.get_value())
-    with WeightFiles(directory) as reader:
-        flat = [
-            (
-                path,
-                variable.replace(
-                    _load_variable(reader, abstract, path, variable, where[path])
-                ),
-            )
-            for path, variable in nnx.to_flat_state(state)
-        ]
+    wanted = {
+        path: _wanted(abstract, path, variable, where[path])
+        for path, variable in nnx.to_flat_state(state)
+    }
+    with WeightFiles(directory) as files:
+        arrays = load_arrays(files, wanted)
+    flat = [
+        (path, variable.replace(arrays[path]))
+        for path, variable in nnx.to_flat_state(state)
+    ]
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
@@ -248,39 +249,19 @@ def _name(model: Decoder, path: tuple, layer: tuple[int, ...]) -> str:
     return name.removesuffix("weight") + _LEAF[path[-1]]
 
 
-def _load_variable(
-    reader: WeightFiles,
-    model: Decoder,
-    path: tuple,
-    variable: nnx.Variable,
-    sharding: Sharding | None,
-) -> jax.Array:
-    """One (stacked) variable: each device's part of it read, cast, transposed, put.
-
-    Without a sharding it is put where JAX puts things, and not bound to stay there.
-    """
-    shape, dtype, is_kernel = variable.shape, variable.dtype, path[-1] == "kernel"
-    layers = _layers(path, shape)
-    stack = len(layers[0])
-    expected = shape[stack:][::-1] if is_kernel else shape[stack:]
-
-    def read(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None
-        within = index[stack:][::-1] if is_kernel else index[stack:]
-        chosen = layers[index[0]] if stack else layers
-        out = None
-        for i, layer in enumerate(chosen):
-            part = reader.read(_name(model, path, layer), within, expected)
-            part = part.T if is_kernel else part
-            if out is None:
-                out = np.empty((len(chosen), *part.shape), dtype)
-            out[i] = part
-        assert out is not None
-        return out if stack else out[0]
-
-    if sharding is None:
-        return jnp.asarray(read(tuple(slice(None) for _ in shape)))
-    return jax.make_array_from_callback(shape, sharding, read, dtype=dtype)
+def _wanted(
+    model: Decoder, path: tuple, variable: nnx.Variable, sharding: Sharding | None
+) -> Wanted:
+    """The tensors that a variable is made of, and how they lie in it."""
+    layers = _layers(path, variable.shape)
+    return Wanted(
+        names=[_name(model, path, layer) for layer in layers],
+        stacked=layers != [()],
+        turned=path[-1] == "kernel",
+        shape=variable.shape,
+        dtype=jnp.dtype(variable.dtype),
+        sharding=sharding,
+    )
 
 
 def load_tensors(directory: str | Path) -> dict[str, np.ndarray]:

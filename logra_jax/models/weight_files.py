@@ -1,9 +1,14 @@
 """Weights of a Hugging Face directory: tensors by name, in one file or in shards."""
 
 import json
+import math
+import os
+import threading
 from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -11,11 +16,55 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9  # of a written file, at most, as is usual on the Hub
 
+# By the names that safetensors gives them.
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor lies.
+
+    Attributes:
+        file: that holds it.
+        offset: bytes from the file's beginning to the tensor's.
+        shape: of the tensor.
+        dtype: of its entries, which lie in row-major order, lowest byte first.
+    """
+
+    file: Path
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def first_byte(self, row: int) -> int:
+        """Where a row begins in the file."""
+        return self.offset + row * math.prod(self.shape[1:]) * self.dtype.itemsize
+
 
 class WeightFiles:
     """Tensors by name from model.safetensors, or from shards named in an index.
 
-    A context manager: files are opened when first read from, and kept open.
+    A context manager: files are opened when first read from, and kept open. They are
+    read, not mapped: pages of a mapped file would count as this process's memory.
+    Several threads may read.
 
     Raises:
         ValueError: the directory holds neither.
@@ -33,61 +82,117 @@ class WeightFiles:
                 f"`directory` must hold {WEIGHTS} or its shards and index, got "
                 f"{str(directory)!r}, which holds neither."
             )
-        self._open: dict[str, Any] = {}
+        self._headers: dict[str, dict[str, Stored]] = {}
+        self._open: dict[Path, IO[bytes]] = {}
+        self._opening = threading.Lock()
 
     def __enter__(self) -> "WeightFiles":
         return self
 
     def __exit__(self, *_) -> None:
+        for file in self._open.values():
+            file.close()
         self._open.clear()
 
     def names(self) -> list[str]:
         """Of all tensors."""
-        if self.files is not None:
-            return sorted(self.files)
-        return sorted(self._handle(WEIGHTS).keys())
+        return sorted(self._header(WEIGHTS) if self.files is None else self.files)
 
-    def read(
-        self,
-        name: str,
-        part: tuple[slice, ...] = (),
-        expected: tuple[int, ...] | None = None,
-    ) -> np.ndarray:
-        """One tensor, or a part of it; ``expected`` is the whole one's shape.
+    def find(self, name: str, expected: tuple[int, ...] | None = None) -> Stored:
+        """Where a tensor lies; ``expected`` is the shape it should have.
 
         Raises:
             ValueError: no such tensor, another shape, a damaged file.
         """
-        from safetensors import SafetensorError
-
         file = WEIGHTS if self.files is None else self.files.get(name)
-        if file is None or name not in self._handle(file).keys():  # noqa: SIM118
+        stored = None if file is None else self._header(file).get(name)
+        if stored is None:
             raise ValueError(
                 f"`{name}` is missing from the weights in {str(self.directory)!r}; the "
                 "checkpoint is incomplete or not of this architecture."
             )
-        try:
-            tensor = self._handle(file).get_slice(name)
-            shape = tuple(tensor.get_shape())
-            if expected is not None and shape != expected:
-                raise ValueError(
-                    f"`{name}` must have shape {expected} by config.json, got {shape} "
-                    f"in {str(self.directory)!r}."
-                )
-            return tensor[part] if part else self._handle(file).get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise self._damaged(file, error) from None
+        if expected is not None and stored.shape != expected:
+            raise ValueError(
+                f"`{name}` must have shape {expected} by config.json, got "
+                f"{stored.shape} in {str(self.directory)!r}."
+            )
+        return stored
 
-    def _handle(self, file: str) -> Any:
+    def read(self, name: str) -> np.ndarray:
+        """One tensor, writable.
+
+        Raises:
+            ValueError: no such tensor, a damaged file.
+        """
+        stored = self.find(name)
+        rows = stored.shape[0] if stored.shape else 1
+        return self.read_rows(stored, 0, rows).reshape(stored.shape)
+
+    def read_rows(self, stored: Stored, start: int, stop: int) -> np.ndarray:
+        """Rows ``start`` to ``stop`` of a tensor, writable.
+
+        Raises:
+            ValueError: the file cannot be read, or ends before they do.
+        """
+        shape = (stop - start, *stored.shape[1:])
+        rows = np.empty(shape, stored.dtype)
+        left = memoryview(rows.reshape(-1).view(np.uint8).data)
+        at = stored.first_byte(start)
+        try:
+            while left.nbytes:
+                count = os.preadv(self._file(stored), [left], at)
+                if not count:
+                    raise OSError("it ends too early")
+                left, at = left[count:], at + count
+        except OSError as error:
+            raise self._damaged(stored.file.name, error) from None
+        return rows
+
+    def expect_rows(self, stored: Stored, start: int, stop: int) -> None:
+        """Let the system fetch rows from the disk that will be read soon."""
+        if hasattr(os, "posix_fadvise") and stop > start:
+            at = stored.first_byte(start)
+            size = stored.first_byte(stop) - at
+            with suppress(OSError):  # it is advice
+                os.posix_fadvise(self._file(stored), at, size, os.POSIX_FADV_WILLNEED)
+
+    def _file(self, stored: Stored) -> int:
+        with self._opening:
+            file = self._open.get(stored.file)
+            if file is None:
+                file = self._open[stored.file] = stored.file.open("rb", buffering=0)
+            return file.fileno()
+
+    def _header(self, file: str) -> dict[str, Stored]:
         import ml_dtypes  # noqa: F401  lets numpy know bfloat16
         from safetensors import SafetensorError, safe_open
 
-        if file not in self._open:
+        if file not in self._headers:
+            path = self.directory / file
             try:
-                self._open[file] = safe_open(self.directory / file, framework="numpy")
+                with safe_open(path, framework="numpy"):
+                    pass  # all that a header must obey has been checked
+                with path.open("rb") as opened:
+                    size = int.from_bytes(opened.read(8), "little")
+                    header = json.loads(opened.read(size))
             except (SafetensorError, OSError) as error:
                 raise self._damaged(file, error) from None
-        return self._open[file]
+            header.pop("__metadata__", None)
+            self._headers[file] = {
+                name: self._stored(path, 8 + size, name, entry)
+                for name, entry in header.items()
+            }
+        return self._headers[file]
+
+    def _stored(self, path: Path, base: int, name: str, entry: dict) -> Stored:
+        if entry["dtype"] not in _DTYPES:
+            raise ValueError(
+                f"`{name}` must be of one of the dtypes {', '.join(_DTYPES)}, got "
+                f"{entry['dtype']} in {str(path)!r}; convert the checkpoint."
+            )
+        dtype = np.dtype(_DTYPES[entry["dtype"]])
+        offset = base + entry["data_offsets"][0]
+        return Stored(path, offset, tuple(entry["shape"]), dtype)
 
     def _damaged(self, file: str, error: Exception) -> ValueError:
         return ValueError(
