@@ -96,8 +96,8 @@ class ChatTokenizer:
     def eos_ids(self) -> tuple[int, ...]:
         """The ids that end an answer, without duplicates, never empty.
 
-        From generation_config.json, else config.json, else the `eos_token` of
-        tokenizer_config.json.
+        All that generation_config.json, config.json (or its `text_config`) and the
+        `eos_token` of tokenizer_config.json name, in this order.
         """
         return self._eos_ids
 
@@ -266,16 +266,19 @@ def _eos_ids(
     model: Mapping[str, Any],
     special_tokens: Mapping[str, str],
 ) -> tuple[int, ...]:
-    value = _token_id("eos_token_id", generation, model)
-    if value is None:
-        value = _special_id(tokenizer, "eos_token", special_tokens)
-    if value is None:
+    # All of them: some name only a document's end in one place, a turn's in another.
+    sources = (generation, model, model.get("text_config") or {})
+    values = [source.get("eos_token_id") for source in sources]
+    values.append(_special_id(tokenizer, "eos_token", special_tokens))
+    ids: list[int] = []
+    for value in values:
+        ids += value if isinstance(value, list) else [] if value is None else [value]
+    if not ids:
         raise ValueError(
             f"`eos_token` is missing from {directory}: name it in "
             "tokenizer_config.json, or `eos_token_id` in generation_config.json, so "
             "that an answer can end."
         )
-    ids = value if isinstance(value, list) else [value]
     # One token under two names would only be compared twice.
     return tuple(dict.fromkeys(int(index) for index in ids))
 

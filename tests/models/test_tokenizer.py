@@ -164,8 +164,8 @@ def test_packaged_model_ends_and_pads_with_im_end(tokenizer):
     ("files", "eos_ids"),
     [
         ({}, (1,)),
-        ({"config": {"eos_token_id": 3}}, (3,)),
-        ({"config": {"text_config": {"eos_token_id": 3}}}, (3,)),
+        ({"config": {"eos_token_id": 3}}, (3, 1)),
+        ({"config": {"text_config": {"eos_token_id": [2, 3]}}}, (2, 3, 1)),
         (
             {
                 "config": {"eos_token_id": 1},
@@ -173,10 +173,19 @@ def test_packaged_model_ends_and_pads_with_im_end(tokenizer):
             },
             (3, 1),
         ),
-        ({"config": {"eos_token_id": 3}, "generation_config": {}}, (3,)),
+        (
+            {
+                "config": {"eos_token_id": 0, "text_config": {"eos_token_id": 2}},
+                "generation_config": {"eos_token_id": 3},
+            },
+            (3, 0, 2, 1),
+        ),
+        ({"tokenizer_config": None, "config": {"eos_token_id": 3}}, (3, 1)),
+        ({"config": {"eos_token_id": None}, "generation_config": {}}, (1,)),
+        ({"config": {"eos_token_id": []}}, (1,)),
     ],
 )
-def test_eos_comes_from_generation_then_config_then_tokenizer(tmp_path, files, eos_ids):
+def test_whatever_any_file_names_ends_an_answer(tmp_path, files, eos_ids):
     assert ChatTokenizer.load(write_small(tmp_path, **files)).eos_ids == eos_ids
 
 
@@ -194,6 +203,13 @@ def test_pad_comes_from_tokenizer_then_config_then_eos(
 ):
     directory = write_small(tmp_path, tokenizer_config, **files)
     assert ChatTokenizer.load(directory).pad_id == pad_id
+
+
+def test_an_answer_ends_without_an_eos_token_where_a_file_has_an_id(tmp_path):
+    directory = write_small(
+        tmp_path, {"eos_token": None}, generation_config={"eos_token_id": 3}
+    )
+    assert ChatTokenizer.load(directory).eos_ids == (3,)
 
 
 def test_prompts_are_neither_cut_nor_padded(tmp_path):
