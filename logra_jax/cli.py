@@ -16,6 +16,7 @@ from logra_jax import cli_examples as examples
 _EXTRAS = {
     "aiohttp": ("aiohttp", "train,sglang"),
     "gguf": ("gguf", "train"),
+    "huggingface_hub": ("huggingface-hub", "train"),
     "jinja2": ("jinja2", "train"),
     "matplotlib": ("matplotlib", "train"),
     "omegaconf": ("omegaconf", "train"),

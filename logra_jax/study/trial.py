@@ -7,6 +7,7 @@ of one length as make an exact number of tokens.
 import dataclasses
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -136,8 +137,9 @@ def _replace(config: Config, *, batch: int, microbatch: int = 1, **parts) -> Con
 
 
 def model_name(config: Config) -> str:
-    """The preset, or the directory's name."""
-    return config.model.preset or model_directory(config).name
+    """The preset, or the name of the directory, file or model of the Hub."""
+    path = config.model.path or ""
+    return config.model.preset or Path(path).resolve().name
 
 
 def shapes_of(config: Config) -> DecoderConfig:
@@ -148,7 +150,7 @@ def shapes_of(config: Config) -> DecoderConfig:
     """
     if config.model.preset is not None:
         return preset(config.model.preset)
-    return read_config(model_directory(config))
+    return read_config(model_directory(config, shapes_only=True))
 
 
 def virtual_devices(count: int) -> None:

@@ -21,8 +21,8 @@ from logra_jax.algorithm.row_adam import scale_by_row_adam
 from logra_jax.algorithm.sketch import Probe, perturbed, sketch
 from logra_jax.models.decoder import Decoder
 from logra_jax.models.hf import load_decoder
-from logra_jax.models.packaged import is_packaged, packaged_model
 from logra_jax.models.sharding import make_mesh, place
+from logra_jax.models.sources import find_model
 from logra_jax.models.tokenizer import ChatTokenizer
 from logra_jax.rl.rewards import ReasoningGymReward, RewardPool, Rewards
 from logra_jax.rl.tasks import Question, Task, draw, reasoning_gym_task
@@ -122,11 +122,15 @@ def enable_compile_cache(config: Config) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def model_directory(config: Config) -> Path:
-    """The Hugging Face directory of ``model.path``, a packaged model converted first.
+def model_directory(config: Config, *, shapes_only: bool = False) -> Path:
+    """The Hugging Face directory of ``model.path``, fetched or converted first.
+
+    Args:
+        config: names the model, and the cache.
+        shapes_only: config.json is all that is needed.
 
     Raises:
-        ValueError: neither a directory nor a packaged model.
+        ValueError: a preset, no such model, or one that cannot be had.
     """
     name = config.model.path
     if name is None:
@@ -135,15 +139,7 @@ def model_directory(config: Config) -> Path:
             f"{config.model.preset!r}, which is shapes alone; `logra plan` and `logra "
             "bench step` take it."
         )
-    if is_packaged(name):
-        return packaged_model(name, default_cache_dir(config))
-    path = Path(name).expanduser()
-    if not path.is_dir():
-        raise ValueError(
-            "`model.path` must be a Hugging Face directory or the name of a packaged "
-            f"model, got {name!r}, which is neither."
-        )
-    return path
+    return find_model(name, default_cache_dir(config), shapes_only=shapes_only)
 
 
 def load_task(config: Config) -> Task:
