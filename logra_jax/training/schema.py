@@ -25,8 +25,8 @@ class ModelConfig:
     """Which model is trained, and how its weights and activations are held."""
 
     path: str | None = None
-    """A Hugging Face directory; `owner/name` or `owner/name@revision` on the Hugging
-    Face Hub; or the name of a packaged model."""
+    """A Hugging Face directory; a GGUF file (Llama, Qwen2, Qwen3); `owner/name` or
+    `owner/name@revision` on the Hugging Face Hub; or the name of a packaged model."""
     preset: str | None = None
     """In place of `path`, a name that stands for shapes alone, such as `qwen2.5-7b`:
     for `logra plan` and `logra bench step`, which need no weights. Given as an override

