@@ -142,10 +142,14 @@ def save_tensors(
     source: str | Path,
     dtype: DTypeLike = jnp.bfloat16,
     shard_bytes: int = SHARD_BYTES,
+    replace: bool = False,
 ) -> Path:
-    """:func:`save_decoder` of tensors by their Hugging Face names."""
+    """:func:`save_decoder` of tensors by their Hugging Face names.
+
+    With ``replace``, an earlier directory stays until the new one is whole.
+    """
     directory, source = Path(directory), Path(source)
-    if directory.exists():
+    if directory.exists() and not replace:
         raise ValueError(
             f"`directory` must not exist yet, got {str(directory)!r}; remove it or "
             "choose another."
@@ -160,11 +164,26 @@ def save_tensors(
         (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         cast = ((name, value.astype(jnp.dtype(dtype))) for name, value in tensors)
         write_weights(cast, aside, shard_bytes=shard_bytes)
-        os.replace(aside, directory)
+        _put_in_place(aside, directory)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
     return directory
+
+
+def _put_in_place(aside: Path, directory: Path) -> None:
+    """Rename a whole directory to where another may be; that one goes only then."""
+    if not directory.exists():
+        os.replace(aside, directory)
+        return
+    earlier = aside.with_name(f"{aside.name}.earlier")
+    os.replace(directory, earlier)
+    try:
+        os.replace(aside, directory)
+    except BaseException:
+        os.replace(earlier, directory)
+        raise
+    shutil.rmtree(earlier)
 
 
 def named_tensors(model: Decoder) -> Iterator[tuple[str, np.ndarray]]:
@@ -275,7 +294,14 @@ def load_tensors(directory: str | Path) -> dict[str, np.ndarray]:
 
 
 def _copy_companions(source: Path, target: Path) -> None:
+    templates = source / "additional_chat_templates"
+    if templates.is_dir():
+        shutil.copytree(templates, target / templates.name, copy_function=_copy)
     for file in source.iterdir():
         is_weights = file.suffix in (".safetensors", ".bin", ".gguf", ".pt", ".pth")
         if file.is_file() and not is_weights and "index.json" not in file.name:
-            shutil.copyfile(file, target / file.name)
+            _copy(file, target / file.name)
+
+
+def _copy(source: str | Path, target: str | Path) -> None:
+    shutil.copyfile(source, target)  # with the user's own permissions

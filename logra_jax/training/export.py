@@ -1,6 +1,5 @@
 """A run's model as a Hugging Face directory."""
 
-import shutil
 from collections import deque
 from pathlib import Path
 
@@ -24,6 +23,8 @@ def export_model(
 ) -> Path:
     """Write the weights as a Hugging Face directory, in place of an earlier export.
 
+    The earlier one stays until the new one is whole.
+
     Adapters are merged into the kernels beside them. Of several processes all take
     part, and the leader writes.
 
@@ -39,9 +40,7 @@ def export_model(
         tensors = list(tensors) if is_leader() else deque(tensors, maxlen=0)
 
     def write() -> Path:
-        if directory.exists():
-            shutil.rmtree(directory)
-        return save_tensors(tensors, directory, source=source)
+        return save_tensors(tensors, directory, source=source, replace=True)
 
     return from_leader(write)
 

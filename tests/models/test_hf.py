@@ -19,6 +19,7 @@ from logra_jax.models.hf import (
     load_tensors,
     named_factors,
     save_decoder,
+    save_tensors,
     tensor_digests,
 )
 from logra_jax.models.hf_config import read_config
@@ -341,8 +342,16 @@ def test_export_carries_everything_but_the_old_weights(checkpoints, tmp_path):
         "tokenizer.json": "{}",
         "tokenizer_config.json": '{"chat_template": "é"}',
         "chat_template.jinja": "{{ messages }}",
+        "generation_config.json": '{"eos_token_id": [2, 7], "top_k": 20}',
+        "added_tokens.json": '{"<tool>": 96}',
+        "special_tokens_map.json": '{"eos_token": "<end>"}',
+        "vocab.json": "{}",
+        "merges.txt": "a b",
+        "tokenizer.model": "pieces",
         "LICENSE": "free",
+        "additional_chat_templates/tools.jinja": "{{ tools }}",
     }
+    (source / "additional_chat_templates").mkdir()
     for name, text in companions.items():
         (source / name).write_text(text, "utf-8")
     for name in ("model-00001-of-00002.safetensors", "pytorch_model.bin", "x.gguf"):
@@ -350,7 +359,7 @@ def test_export_carries_everything_but_the_old_weights(checkpoints, tmp_path):
     (source / "model.safetensors.index.json").write_text("{}", "utf-8")
     out = save_decoder(model, tmp_path / "out", source=source)
     kept = {"config.json", "generation_config.json", "model.safetensors"}
-    assert set(tree(out)) == kept | set(companions)
+    assert set(tree(out)) == kept | {Path(name).parts[0] for name in companions}
     for name, text in companions.items():
         assert (out / name).read_text("utf-8") == text
 
@@ -369,6 +378,49 @@ def test_existing_directory_is_refused_and_left_alone(checkpoints, tmp_path):
         save_decoder(load_decoder(directory), tmp_path / "out", source=directory)
     assert tree(tmp_path) == ["out"]
     assert tree(tmp_path / "out") == []
+
+
+def test_an_earlier_export_stays_until_the_new_one_is_whole(checkpoints, tmp_path):
+    source, out = checkpoints["llama tied"].directory, tmp_path / "out"
+    tensors = load_tensors(source)
+    save_tensors(tensors.items(), out, source=source, dtype=jnp.float32)
+
+    def doubled(fails: bool):
+        for name, value in tensors.items():
+            held = load_tensors(out)
+            jax.tree.map(np.testing.assert_array_equal, held, tensors)
+            yield name, 2 * value
+        if fails:
+            raise KeyboardInterrupt
+
+    options = {"source": source, "dtype": jnp.float32, "replace": True}
+    with pytest.raises(KeyboardInterrupt):
+        save_tensors(doubled(fails=True), out, **options)
+    assert tree(tmp_path) == ["out"]
+    jax.tree.map(np.testing.assert_array_equal, load_tensors(out), tensors)
+    save_tensors(doubled(fails=False), out, **options)
+    assert tree(tmp_path) == ["out"]
+    now = load_tensors(out)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, 2 * b), now, tensors)
+
+
+def test_an_earlier_export_comes_back_when_the_new_one_cannot_take_its_place(
+    checkpoints, tmp_path, monkeypatch
+):
+    source, out = checkpoints["llama tied"].directory, tmp_path / "out"
+    tensors, rename = load_tensors(source), hf.os.replace
+    save_tensors(tensors.items(), out, source=source, dtype=jnp.float32)
+
+    def refuse(before, after):
+        if after == out and not Path(before).name.endswith(".earlier"):
+            raise OSError(13, "Permission denied")
+        rename(before, after)
+
+    monkeypatch.setattr(hf.os, "replace", refuse)
+    with pytest.raises(OSError, match="Permission denied"):
+        save_tensors(tensors.items(), out, source=source, replace=True)
+    assert tree(tmp_path) == ["out"]
+    jax.tree.map(np.testing.assert_array_equal, load_tensors(out), tensors)
 
 
 def test_export_that_fails_midway_leaves_nothing(checkpoints, tmp_path, monkeypatch):
