@@ -4,6 +4,8 @@ The two ways of filling arrays (the host's own memory; any other device's) are b
 on CPU devices, whatever machine the tests run on.
 """
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -175,3 +177,53 @@ with WeightFiles(Path(sys.argv[1])) as files:
     arrays = jax.block_until_ready(streaming.load_arrays(files, want))
 print(peak() - before - arrays["w"].nbytes)
 """
+
+
+EACH_PROCESS = """
+import sys
+from pathlib import Path
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+rank, port, directory = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
+from logra_jax.models import streaming
+from logra_jax.models.weight_files import WeightFiles
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
+wanted = streaming.Wanted(["0.matrix", "1.matrix"], True, True, (2, 20, 148),
+                          np.dtype("float32"), NamedSharding(mesh, P(None, "y", "x")))
+streaming._on_host = lambda _: sys.argv[4] == "host"
+with WeightFiles(directory) as files:
+    whole = np.stack([files.read(name).T for name in wanted.names])
+    array = streaming.load_arrays(files, {"w": wanted})["w"]
+assert not array.is_fully_addressable and len(array.addressable_shards) == 2
+for shard in array.addressable_shards:
+    assert shard.data.shape == (2, 10, 74)
+    np.testing.assert_array_equal(np.asarray(shard.data), whole[shard.index])
+print("equal")
+"""
+
+
+def test_each_of_two_processes_reads_the_parts_of_its_devices(tmp_path, way):
+    written(tmp_path, "float32")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    flags = "--xla_force_host_platform_device_count=2"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", EACH_PROCESS, str(rank), port, str(tmp_path), way],
+            env=os.environ | {"XLA_FLAGS": flags},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=120)
+            assert out == "equal\n", err
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
