@@ -56,9 +56,11 @@ def test_load_and_read_are_measured_in_each_state_of_the_cache(tiny, capsys):
         assert state["ratio"] == pytest.approx(plain / load["seconds"])
         read, loaded = state["read_gb_per_second"], state["load_gb_per_second"]
         assert state["ratio"] == pytest.approx(loaded / read)
+        [kept] = state["keep_seconds"]
+        assert state["ratio_to_keep"] == pytest.approx(kept / load["seconds"])
         assert load["model_bytes"] == result["model_bytes"]
     module._print_table(result)
-    assert "from the page cache" in capsys.readouterr().out
+    assert "cached" in capsys.readouterr().out
 
 
 def test_a_directory_that_does_not_load_is_one_sentence(tiny):
@@ -71,6 +73,37 @@ def test_a_directory_that_does_not_load_is_one_sentence(tiny):
 def test_overrides_without_a_config_are_refused(target):
     with pytest.raises(ValueError, match="`key=value` must change a config"):
         bench_load(target, ["seed=1"], True)
+
+
+def test_both_reads_go_through_every_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_BUFFER", 10)
+    paths = [tmp_path / "a", tmp_path / "b"]
+    taken = []
+    for path, size in zip(paths, (25, 10), strict=True):
+        path.write_bytes(bytes(size))
+    real = module.Path.open
+
+    class Counted:
+        def __init__(self, file):
+            self.file = file
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+        def readinto(self, buffer):
+            taken.append(self.file.readinto(buffer))
+            return taken[-1]
+
+    monkeypatch.setattr(
+        module.Path, "open", lambda *a, **k: Counted(real(*a, **k)), raising=True
+    )
+    for read in (module._read, module._read_and_keep):
+        taken.clear()
+        read(paths)
+        assert sum(taken) == 35
 
 
 def test_no_repetition_is_refused():
