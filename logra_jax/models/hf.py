@@ -23,7 +23,7 @@ from jaxtyping import Array
 
 from logra_jax.algorithm.digest import TensorDigest, digest_stack
 from logra_jax.models.decoder import STACKS, Decoder
-from logra_jax.models.hf_config import read_config
+from logra_jax.models.hf_config import read_config, text_config
 from logra_jax.models.sharding import check_fits, on_host, specs_of
 from logra_jax.models.streaming import Wanted, load_arrays
 from logra_jax.models.weight_files import (
@@ -113,7 +113,8 @@ def save_decoder(
 
     Written aside and renamed: a directory is whole or not there. What ``source`` holds
     besides weights (config.json, tokenizer, generation config, licence) is carried
-    over, with the dtype in config.json brought up to date.
+    over, with the dtype in config.json brought up to date; of a model that also sees,
+    the text model.
 
     Args:
         model: the decoder; sketched layers are ordinary matrices here.
@@ -154,7 +155,10 @@ def save_tensors(
             f"`directory` must not exist yet, got {str(directory)!r}; remove it or "
             "choose another."
         )
-    config = read_json(source / "config.json")
+    whole = read_json(source / "config.json")
+    config = dict(text_config(whole))
+    if config != whole:
+        config["architectures"] = ["Qwen3_5ForCausalLM"]
     config.pop("torch_dtype", None)
     config["dtype"] = jnp.dtype(dtype).name
     aside = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}")

@@ -16,6 +16,10 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9  # of a written file, at most, as is usual on the Hub
 
+# Files of a model that also sees name its text part otherwise, and hold more.
+_TEXT, _TEXT_OF_WHOLE = "model.", "model.language_model."
+_NOT_TEXT = ("model.visual.", "mtp.")
+
 # By the names that safetensors gives them.
 _DTYPES = {
     "F64": "float64",
@@ -62,6 +66,7 @@ class Stored:
 class WeightFiles:
     """Tensors by name from model.safetensors, or from shards named in an index.
 
+    Names are those of a model of text alone; of one that also sees, its text part.
     A context manager: files are opened when first read from, and kept open. They are
     read, not mapped: pages of a mapped file would count as this process's memory.
     Several threads may read.
@@ -95,8 +100,10 @@ class WeightFiles:
         self._open.clear()
 
     def names(self) -> list[str]:
-        """Of all tensors."""
-        return sorted(self._header(WEIGHTS) if self.files is None else self.files)
+        """Of all tensors of the text model."""
+        there = self._header(WEIGHTS) if self.files is None else self.files
+        text = (name for name in there if not name.startswith(_NOT_TEXT))
+        return sorted(name.replace(_TEXT_OF_WHOLE, _TEXT, 1) for name in text)
 
     def find(self, name: str, expected: tuple[int, ...] | None = None) -> Stored:
         """Where a tensor lies; ``expected`` is the shape it should have.
@@ -104,8 +111,8 @@ class WeightFiles:
         Raises:
             ValueError: no such tensor, another shape, a damaged file.
         """
-        file = WEIGHTS if self.files is None else self.files.get(name)
-        stored = None if file is None else self._header(file).get(name)
+        whole = name.replace(_TEXT, _TEXT_OF_WHOLE, 1)
+        stored = self._look_up(name) or self._look_up(whole)
         if stored is None:
             raise ValueError(
                 f"`{name}` is missing from the weights in {str(self.directory)!r}; the "
@@ -117,6 +124,10 @@ class WeightFiles:
                 f"{stored.shape} in {str(self.directory)!r}."
             )
         return stored
+
+    def _look_up(self, name: str) -> Stored | None:
+        file = WEIGHTS if self.files is None else self.files.get(name)
+        return None if file is None else self._header(file).get(name)
 
     def read(self, name: str) -> np.ndarray:
         """One tensor, writable.

@@ -542,6 +542,51 @@ def test_the_hybrid_of_a_model_that_sees_is_its_text_part(checkpoints, tmp_path)
     assert read_config(tmp_path).delta_per_block == 3
 
 
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory) -> tuple[Path, np.ndarray]:
+    """A whole Qwen3.5 with its vision tower, and its logits of text."""
+    import torch
+    import transformers
+
+    options = KINDS["qwen3.5"][1]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    rope |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    text = SIZES | {k: v for k, v in options.items() if k != "rope"}
+    sight = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2}
+    config = transformers.Qwen3_5Config(
+        text_config=text | {"rope_parameters": rope},
+        vision_config=sight | {"out_hidden_size": 24, "num_position_embeddings": 16},
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen3_5ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            value.uniform_(0.5, 1.0) if "norm" in name else value.normal_(0.0, 0.2)
+    directory = tmp_path_factory.mktemp("seeing")
+    model.save_pretrained(directory)
+    return directory, logits_of_transformers(model)
+
+
+def test_of_a_model_that_sees_the_text_part_is_loaded(seeing):
+    directory, expected = seeing
+    with WeightFiles(directory) as files:
+        assert not any("visual" in name or "language" in name for name in files.names())
+    np.testing.assert_allclose(our_logits(directory), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_and_exported_as_a_model_of_text(seeing, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    directory, expected = seeing
+    model = load_decoder(directory, dtype=jnp.float32)
+    options = {"source": directory, "dtype": jnp.float32}
+    out = save_decoder(model, tmp_path / "out", **options)
+    oracle, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys"))
+    np.testing.assert_array_equal(logits_of_transformers(oracle), expected)
+
+
 def test_directory_without_config_is_one_sentence(tmp_path):
     with pytest.raises(ValueError, match=r"`config\.json` must be in .*, but is not"):
         load_decoder(tmp_path)
