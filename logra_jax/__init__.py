@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         sketch,
         sketched_matmul,
     )
+    from logra_jax.algorithm.table import sketch_table
 
 __version__ = "0.1.0"
 
@@ -55,6 +56,7 @@ __all__ = [
     "scale_by_predicted_kl",
     "scale_by_row_adam",
     "sketch",
+    "sketch_table",
     "sketched_matmul",
 ]
 
@@ -80,6 +82,7 @@ _PRODUCERS = {
         "sketch",
         "sketched_matmul",
     ),
+    "table": ("sketch_table",),
 }
 _MODULE_OF = {name: module for module, names in _PRODUCERS.items() for name in names}
 

@@ -19,16 +19,20 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from logra_jax.algorithm.basis import basis_matrix
-from logra_jax.algorithm.sketch import SketchedLinear, replace_layers
+from logra_jax.algorithm.contraction import Matrix
+from logra_jax.algorithm.layers import replace_layers
+from logra_jax.algorithm.parallel import matmul
+from logra_jax.algorithm.sketch import SketchedLinear
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -52,6 +56,14 @@ class _Recipe:
     measure: Measure
     rank: int
     kind: str  # of the basis
+    matrix: Matrix
+    precision: Any  # of the product, see jax.lax.Precision
+    dtype: DTypeLike | None  # of the product, by default the input's
+
+    def product(self, x: Array, w: Array) -> Array:
+        """``x`` times the kernel, which has its own axes."""
+        w = self.matrix.flatten(w)
+        return matmul(x, w, None, self.precision, self.dtype)
 
     def __call__(self, x: Array, g: Array, key: Array) -> dict[str, Array]:
         """The cotangents of the taps."""
@@ -77,7 +89,7 @@ def raw(
 def _tapped(
     recipe: _Recipe, x: Array, w: Array, taps: dict[str, Array], key: Array
 ) -> Array:
-    return x @ w.astype(x.dtype)
+    return recipe.product(x, w)
 
 
 def _tapped_fwd(recipe, x, w, taps, key):
@@ -87,15 +99,16 @@ def _tapped_fwd(recipe, x, w, taps, key):
             "its gradient; differentiate with respect to the `Tap` variables instead."
         )
     x, w = x.value, w.value
-    return x @ w.astype(x.dtype), (x, w, key.value)
+    return recipe.product(x, w), (x, w, key.value)
 
 
 def _tapped_bwd(recipe, residuals, g):
     x, w, key = residuals
     if isinstance(g, jax.custom_derivatives.SymbolicZero):
         g = jnp.zeros(g.shape, x.dtype)
-    dx = jnp.einsum("...d,kd->...k", g, w.astype(g.dtype))
-    return dx, None, recipe(x, g, key), None
+    w = recipe.matrix.flatten(w).astype(g.dtype)
+    dx = jnp.einsum("...d,kd->...k", g, w, precision=recipe.precision)
+    return dx.astype(x.dtype), None, recipe(x, g, key), None
 
 
 _tapped.defvjp(_tapped_fwd, _tapped_bwd, symbolic_zeros=True)
@@ -116,32 +129,40 @@ class TappedLinear(SketchedLinear):
         for name, value in vars(linear).items():
             if not name.startswith("_"):
                 setattr(self, name, value)
-        self.recipe = _Recipe(measure, linear.probe.shape[-1], linear.basis.kind)
+        matrix = linear.contraction.matrix()
+        self.recipe = _Recipe(
+            measure,
+            linear.probe.shape[-1],
+            linear.basis.kind,
+            matrix,
+            linear.precision,
+            linear.preferred_element_type,
+        )
         self.tokens = tokens
-        *stack, k, d = linear.kernel.shape
+        *stack, k, d = matrix.shape(linear.kernel.shape)
         x, g = (jax.ShapeDtypeStruct((tokens, n), jnp.float32) for n in (k, d))
         found = jax.eval_shape(self.recipe, x, g, jax.random.key(0))
         self.taps = nnx.Dict(
             {name: Tap(jnp.zeros((*stack, *s.shape))) for name, s in found.items()}
         )
 
-    def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... d"]:
-        """``x @ kernel + bias``, whose backward measures."""
-        kernel = self.kernel[...]
-        x = x.astype(self.dtype or jnp.promote_types(x.dtype, kernel.dtype))
-        if (called := x.size // x.shape[-1]) != self.tokens:
-            raise ValueError(
-                f"`tokens` must be those of every call of a tapped layer, got "
-                f"{self.tokens}, but the layer runs on {called}; run the model once, "
-                "on whole sequences."
-            )
+    def multiply(self, x: Array, kernel: Array) -> Array:
+        """``x`` times the kernel, whose backward measures."""
+
+        def multiply(x: Array, w: Array, taps: dict[str, Array], address: Array):
+            if (called := x.size // x.shape[-1]) != self.tokens:
+                raise ValueError(
+                    "`tokens` must be those of every call of a tapped layer, got "
+                    f"{self.tokens}, but the layer runs on {called}; run the model "
+                    "once, on whole sequences."
+                )
+            key = self.basis.key(address)
+            return cast(Array, _tapped(self.recipe, x, w, taps, key))
+
+        for _ in range(self.recipe.matrix.batch):
+            multiply = jax.vmap(multiply)
         taps = {name: tap[...] for name, tap in self.taps.items()}
-        key = self.basis.key(self.address[...])
-        y = cast(Array, _tapped(self.recipe, x, kernel, taps, key))
-        if self.bias is not None:
-            bias = self.bias[...].astype(y.dtype)
-            y = y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
-        return y
+        return multiply(x, kernel, taps, self.address[...])
 
 
 def tapped(model: Model, measure: Measure, tokens: int, match: str = ".*") -> Model:

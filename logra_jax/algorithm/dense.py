@@ -21,16 +21,17 @@ from flax import nnx
 from jaxtyping import Array
 
 from logra_jax.algorithm.basis import Basis
-from logra_jax.algorithm.merge import Landing, land_stack
-from logra_jax.algorithm.parallel import Split, matmul, total, whole
-from logra_jax.algorithm.rounding import ROUNDINGS
-from logra_jax.algorithm.sketch import (
-    BasisAddress,
+from logra_jax.algorithm.layers import (
+    Match,
     Model,
     TrainedLinear,
     addresses_of,
     replace_linears,
 )
+from logra_jax.algorithm.merge import Landing, land_stack
+from logra_jax.algorithm.parallel import Split, matmul, total, whole
+from logra_jax.algorithm.rounding import ROUNDINGS
+from logra_jax.algorithm.sketch import BasisAddress
 
 
 class WideKernel(nnx.Variable):
@@ -112,7 +113,7 @@ class DenseLinear(TrainedLinear):
         return multiply(x, kernel, self.wide[...], self.split)
 
 
-def dense(model: Model, match: str = ".*", seed: int = 0) -> Model:
+def dense(model: Model, match: Match = ".*", seed: int = 0) -> Model:
     """A copy of ``model``, the same buffers, whose matched layers are trained densely.
 
     Args:

@@ -25,14 +25,15 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, UInt32
 
 from logra_jax.algorithm.basis import matrix_word
-from logra_jax.algorithm.parallel import Split, matmul, whole
-from logra_jax.algorithm.sketch import (
+from logra_jax.algorithm.layers import (
+    Match,
     Model,
     TrainedLinear,
     rank_of,
     replace_layers,
     replace_linears,
 )
+from logra_jax.algorithm.parallel import Split, matmul, whole
 
 ALPHA = 32.0  # usual with any rank, as the step then need not follow the rank
 
@@ -162,7 +163,7 @@ def _normal(words: UInt32[Array, "*stack 2"], rank: int, k: int) -> Array:
 def lora(
     model: Model,
     rank: int | Mapping[str, int],
-    match: str = ".*",
+    match: Match = ".*",
     alpha: float = ALPHA,
     seed: int = 0,
 ) -> Model:

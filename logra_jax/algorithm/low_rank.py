@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, PyTree, UInt32
 
 from logra_jax.algorithm.basis import Basis
-from logra_jax.algorithm.sketch import dotted_name, rank_of
+from logra_jax.algorithm.layers import dotted_name, rank_of
 
 Names = Callable[[str, tuple[int, ...]], str]
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Float32, Int8, Int32, Shaped, UInt32
 
 from logra_jax.algorithm.arrays import jax_library
 from logra_jax.algorithm.basis import Basis, basis_entries
+from logra_jax.algorithm.contraction import PLAIN, Matrix
 from logra_jax.algorithm.factor import lift, quantise
 from logra_jax.algorithm.parallel import Split, offset, own_part, parts, total
 from logra_jax.algorithm.rounding import (
@@ -19,7 +20,7 @@ from logra_jax.algorithm.rounding import (
     nearest_noise,
     stochastic_noise,
 )
-from logra_jax.algorithm.sketch import Probe
+from logra_jax.algorithm.sketch import MATRIX, Probe
 from logra_jax.algorithm.slicing import BFLOAT16_SLICES_ARE_CONVERTED
 
 # Parts, at most, that a stack's bits are copied in where bfloat16 slices are converted:
@@ -77,7 +78,8 @@ def merge(
 
     Args:
         weights: state with ``kernel`` (..., k, d) and ``address`` (..., 3) variables
-            of the sketched layers, and anything else, which is passed through.
+            of the sketched layers, and anything else, which is passed through. A kernel
+            of other axes is read as the address says (its metadata ``matrix``).
         updates: state with the ``probe``-shaped updates ``U`` (..., d, r) of the same
             layers, sign and step size included: they are added. They are quantised to
             16 bits first; or the factors that :func:`logra_jax.quantise` makes of them.
@@ -135,7 +137,7 @@ def _merge(
     for layer in sorted({path[:-1] for path in factors}):
         integers, exponents = (factors[*layer, n] for n in ("integers", "exponents"))
         split = splits.get(".".join(map(str, layer)), Split())
-        _check_layer(flat, layer, integers.shape, parts(split.outputs))
+        matrix = _check_layer(flat, layer, integers.shape, parts(split.outputs))
         w, words = flat[*layer, "kernel"], flat[*layer, "address"]
         # One stack after the other, and none before there are factors: left alone, XLA
         # prepares the landing of all of them first, and holds it through the step.
@@ -145,7 +147,7 @@ def _merge(
             integers[...],
             exponents[...],
             words[...],
-            _Rule(basis, rounding, split),
+            _Rule(basis, rounding, split, matrix),
             measure,
         )
         landed = kernel
@@ -172,7 +174,8 @@ def _factors(updates: nnx.State, basis: Basis) -> dict[tuple, nnx.Variable]:
 
 def _check_layer(
     flat: dict, layer: tuple, shape: tuple[int, ...], d_parts: int
-) -> None:
+) -> Matrix:
+    """How the layer's kernel is a matrix, if an update of that shape fits it."""
     name = ".".join(map(str, (*layer, "probe")))
     if (*layer, "kernel") not in flat or (*layer, "address") not in flat:
         raise ValueError(
@@ -180,7 +183,8 @@ def _check_layer(
             f"{name!r}, which has no kernel and address there."
         )
     w = flat[*layer, "kernel"]
-    *stack, _, d = w.shape
+    matrix = flat[*layer, "address"].get_metadata(MATRIX, PLAIN)
+    *stack, _, d = matrix.shape(w.shape)
     d *= d_parts
     if shape[:-1] != (*stack, d):
         raise ValueError(
@@ -192,6 +196,7 @@ def _check_layer(
             f"`weights` must hold bfloat16 or float32 kernels, got {w.dtype} for "
             f"{name!r}; cast it before sketching."
         )
+    return matrix
 
 
 class _Rule(NamedTuple):
@@ -200,17 +205,18 @@ class _Rule(NamedTuple):
     basis: Basis
     rounding: str
     split: Split
+    matrix: Matrix
 
 
 def _merge_stack(
-    kernel: Float[Array, "*stack k d"],
+    kernel: Float[Array, "..."],
     integers: Shaped[Array, "*stack whole r"],
     exponents: Int8[Array, "*stack whole"],
     addresses: UInt32[Array, "*stack 3"],
     rule: _Rule,
     measure: bool,
-) -> tuple[Float[Array, "*stack k d"], Landing | None]:
-    *_, k, d = kernel.shape
+) -> tuple[Float[Array, "..."], Landing | None]:
+    *_, k, d = rule.matrix.shape(kernel.shape)
     outputs = rule.split.outputs
     integers = integers.reshape(-1, d * parts(outputs), integers.shape[-1])
     integers = own_part(integers, outputs, 1)
@@ -221,30 +227,40 @@ def _merge_stack(
         return _lift(integers[i], exponents[i], words[i], rule, k)
 
     return land_stack(
-        kernel, addresses, change, rule.rounding, rule.split, measure=measure
+        kernel,
+        addresses,
+        change,
+        rule.rounding,
+        rule.split,
+        rule.matrix,
+        measure=measure,
     )
 
 
 def land_stack(
-    kernel: Float[Array, "*stack k d"],
+    kernel: Float[Array, "..."],
     addresses: UInt32[Array, "*stack 3"],
     change: Callable[[Array], Array],
     rounding: str,
     split: Split,
+    matrix: Matrix = PLAIN,
     *,
     measure: bool,
-) -> tuple[Float[Array, "*stack k d"], Landing | None]:
+) -> tuple[Float[Array, "..."], Landing | None]:
     """Add a change to every matrix of a stack, in place, one matrix at a time.
 
     Args:
-        kernel: bfloat16 or float32; inside ``jax.shard_map`` this device's part.
+        kernel: (*stack, k, d), or as ``matrix`` says; bfloat16 or float32; inside
+            ``jax.shard_map`` this device's part.
         addresses: of the whole matrices, for the bits of stochastic rounding.
         change: index of a matrix in the flattened stack -> its change (k, d), float32.
         rounding: one of ``ROUNDINGS``, of bfloat16.
         split: how the kernel lies on the mesh.
+        matrix: how the kernel's axes make up k and d.
         measure: also return how much landed, of this device's part.
     """
-    *stack, k, d = kernel.shape
+    *stack, _, d = matrix.shape(kernel.shape)
+    own = kernel.shape[kernel.ndim - matrix.axes :]
     addresses = addresses.reshape(-1, 3)
     layers = addresses.shape[0]
 
@@ -258,13 +274,14 @@ def land_stack(
 
         def merge_layer(i: Array, carry: tuple[Array, Array, Array]):
             stacked, held, sums = carry
-            w = lax.bitcast_convert_type(held, kernel.dtype)
+            w = matrix.flatten(lax.bitcast_convert_type(held, kernel.dtype))
             intended = change(first + i)
             address = addresses[first + i]
             before, after = _land_matrix(w, intended, address, rounding, split)
             if measure:
                 sums = sums.at[i].set(_measure(before, after, intended))
-            w = lax.bitcast_convert_type(_narrow(after, kernel.dtype), stored)
+            w = matrix.restore(_narrow(after, kernel.dtype), own)
+            w = lax.bitcast_convert_type(w, stored)
             stacked = lax.dynamic_update_index_in_dim(stacked, w, i, 0)
             return stacked, take(stacked, jnp.minimum(i + 1, count - 1)), sums
 
@@ -296,7 +313,7 @@ def land_stack(
         sums = jnp.zeros((layers, len(Landing._fields), d), jnp.float32)
         return lax.fori_loop(0, groups, merge_group, (stacked, sums))
 
-    stacked = kernel.reshape(-1, k, d)
+    stacked = kernel.reshape(-1, *own)
     if kernel.dtype == jnp.bfloat16 and BFLOAT16_SLICES_ARE_CONVERTED:
         stacked, sums = lax.platform_dependent(
             stacked, cpu=merge_bits, default=merge_layers

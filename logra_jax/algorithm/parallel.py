@@ -11,7 +11,7 @@ are a device's own part. A mesh has three axes:
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -138,9 +138,24 @@ def whole(kernel: Array, split: Split | None) -> Array:
     return split.gather(kernel) if split else kernel
 
 
-def matmul(x: Array, kernel: Array, split: Split | None = None) -> Array:
-    """``x @ kernel`` in ``x``'s dtype, the kernel gathered first where it is cut."""
-    return x @ whole(kernel, split).astype(x.dtype)
+def matmul(
+    x: Array,
+    kernel: Array,
+    split: Split | None = None,
+    precision: Any = None,
+    dtype: DTypeLike | None = None,
+) -> Array:
+    """``x @ kernel`` in ``x``'s dtype, the kernel gathered first where it is cut.
+
+    Args:
+        x: input.
+        kernel: (k, d), this device's part.
+        split: how the kernel lies on the mesh.
+        precision: of the product, see ``jax.lax.Precision``.
+        dtype: of the result, where it is not ``x``'s.
+    """
+    kernel = whole(kernel, split).astype(x.dtype)
+    return jnp.matmul(x, kernel, precision=precision, preferred_element_type=dtype)
 
 
 def offset(names: tuple[str, ...], size: int) -> Array | int:

@@ -9,29 +9,57 @@ forward mode gives the model's rate of change along an update ``w + (p A)ᵀ``
 (:func:`perturbed_matmul`, the plain twin, because ``jax.jvp`` refuses custom_vjp).
 """
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Key, Shaped, UInt32
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Key, Shaped
 
 from logra_jax.algorithm.basis import Basis, entry_scale, jax_entries
+from logra_jax.algorithm.contraction import PLAIN, Linear, Matrix, contraction_of
+from logra_jax.algorithm.layers import (
+    Match,
+    Model,
+    TrainedLinear,
+    addresses_of,
+    matrix_stack,
+    rank_of,
+    replace_layers,
+    replace_linears,
+)
 from logra_jax.algorithm.parallel import (
     Split,
-    leave,
     matmul,
     own_part,
     parts,
     whole,
 )
 
-Model = TypeVar("Model", bound=nnx.Module)
+__all__ = [
+    "BasisAddress",
+    "Model",
+    "Probe",
+    "SketchedLinear",
+    "TrainedLinear",
+    "addresses_of",
+    "perturbed",
+    "perturbed_matmul",
+    "rank_of",
+    "replace_layers",
+    "replace_linears",
+    "sketch",
+    "sketched_matmul",
+]
+
+# `merge` reads from an address's metadata how the kernel beside it is a matrix, where
+# its axes are not simply (..., k, d).
+MATRIX = "matrix"
 
 
 class Probe(nnx.Variable):
@@ -61,14 +89,27 @@ def _project(
     return (product * entry_scale(kind, rank)).astype(x.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _sketched(
-    x: Array, w: Array, probe: Array, key: Array, kind: str, split: Split | None
-) -> Array:
-    return matmul(x, w, split)
+class _Rule(NamedTuple):
+    """How a layer multiplies; static."""
+
+    kind: str  # of the basis
+    split: Split | None = None
+    matrix: Matrix = PLAIN
+    precision: Any = None  # of the products with the kernel, forward and backward
+    dtype: DTypeLike | None = None  # of the product, by default the input's
+
+    def product(self, x: Array, w: Array) -> Array:
+        """``x`` times the kernel, which has its own axes."""
+        w = self.matrix.flatten(w)
+        return matmul(x, w, self.split, self.precision, self.dtype)
 
 
-def _sketched_fwd(x, w, probe, key, kind, split):
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _sketched(x: Array, w: Array, probe: Array, key: Array, rule: _Rule) -> Array:
+    return rule.product(x, w)
+
+
+def _sketched_fwd(x, w, probe, key, rule):
     if w.perturbed:
         raise ValueError(
             "`w` of a sketched projection must not be differentiated, got a request "
@@ -76,18 +117,19 @@ def _sketched_fwd(x, w, probe, key, kind, split):
             "differentiate with respect to the `logra.Probe` variables instead."
         )
     rank = probe.value.shape[-1]
-    y = matmul(x.value, w.value, split)
-    return y, (_project(x.value, key.value, rank, kind, split), w.value)
+    y = rule.product(x.value, w.value)
+    # The kernel as the model holds it: one with its axes moved would be a copy to keep.
+    projected = _project(x.value, key.value, rank, rule.kind, rule.split)
+    return y, (projected, w.value)
 
 
-def _sketched_bwd(kind, split, residuals, g):
-    del kind
+def _sketched_bwd(rule, residuals, g):
     x_projected, w = residuals
     if isinstance(g, jax.custom_derivatives.SymbolicZero):
         g = jnp.zeros(g.shape, x_projected.dtype)
     # Gathered once more: kept, the kernels of all layers would add up to the model.
-    w = whole(w, split).astype(g.dtype)
-    dx = jnp.einsum("...d,kd->...k", g, w)
+    w = whole(rule.matrix.flatten(w), rule.split).astype(g.dtype)
+    dx = jnp.einsum("...d,kd->...k", g, w, precision=rule.precision)
     sketch = jnp.einsum(
         "nd,nr->dr",
         g.reshape(-1, g.shape[-1]),
@@ -95,7 +137,7 @@ def _sketched_bwd(kind, split, residuals, g):
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    return dx, None, sketch, None
+    return dx.astype(x_projected.dtype), None, sketch, None
 
 
 _sketched.defvjp(_sketched_fwd, _sketched_bwd, symbolic_zeros=True)
@@ -136,7 +178,7 @@ def sketched_matmul(
 
     Reference: LoGRA, arXiv:2610.06647.
     """
-    return _sketched(x, w, probe, key, kind, None)
+    return _sketched(x, w, probe, key, _Rule(kind))
 
 
 def perturbed_matmul(
@@ -151,49 +193,13 @@ def perturbed_matmul(
     ``jax.jvp`` along ``probe`` gives the rate of change under an update; a finite
     ``probe`` gives the updated projection without touching ``w``.
     """
-    return _perturbed(x, w, probe, key, kind, None)
+    return _perturbed(x, w, probe, key, _Rule(kind))
 
 
-def _perturbed(
-    x: Array, w: Array, probe: Array, key: Array, kind: str, split: Split | None
-) -> Array:
-    change = _project(x, key, probe.shape[-1], kind, split) @ probe.T.astype(x.dtype)
-    return matmul(x, w, split) + change
-
-
-class TrainedLinear(nnx.Module):
-    """What stands where an ``nnx.Linear`` was, with a backward pass of its own.
-
-    Attributes:
-        kernel: (..., k, d), frozen for autodiff.
-        bias: (..., d) or None, frozen.
-        plain: use the plain twin (forward mode, finite changes) instead.
-        split: inside ``jax.shard_map``, how the kernel lies on the mesh.
-        takes_pieces: of the tokens, whose gradients then add up.
-    """
-
-    takes_pieces = True
-
-    def __init__(self, linear: nnx.Linear):
-        self.kernel = linear.kernel
-        self.bias = linear.bias
-        self.dtype = linear.dtype
-        self.plain = False
-        self.split: Split | None = None
-
-    def multiply(self, x: Array, kernel: Array) -> Array:
-        """``x @ kernel``, and what training adds; this device's summand of it."""
-        raise NotImplementedError
-
-    def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... d"]:
-        """``x @ kernel + bias``."""
-        kernel = self.kernel[...]
-        x = x.astype(self.dtype or jnp.promote_types(x.dtype, kernel.dtype))
-        y = leave(self.multiply(x, kernel), self.split)
-        if self.bias is not None:
-            bias = self.bias[...].astype(y.dtype)
-            y = y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
-        return y
+def _perturbed(x: Array, w: Array, probe: Array, key: Array, rule: _Rule) -> Array:
+    projected = _project(x, key, probe.shape[-1], rule.kind, rule.split)
+    y = rule.product(x, w)
+    return y + (projected @ probe.T.astype(x.dtype)).astype(y.dtype)
 
 
 class SketchedLinear(TrainedLinear):
@@ -209,28 +215,75 @@ class SketchedLinear(TrainedLinear):
 
     def __init__(
         self,
-        linear: nnx.Linear,
+        linear: Linear,
         rank: int,
         basis: Basis,
         addresses: Array,
     ):
         super().__init__(linear)
-        *stack, _, d = linear.kernel.shape
+        matrix = self.contraction.matrix()
+        *stack, _, d = matrix.shape(linear.kernel.shape)
         self.probe = Probe(jnp.zeros((*stack, d, rank), jnp.float32))
+        _share_sharding(self.kernel, self.probe, matrix)
         self.address = BasisAddress(addresses)
+        if matrix != PLAIN:
+            self.address.set_metadata(MATRIX, matrix)
         self.basis = basis
 
     def multiply(self, x: Array, kernel: Array) -> Array:
-        """``x @ kernel``, whose backward forms the sketch."""
-        key = self.basis.key(self.address[...])
-        multiply = _perturbed if self.plain else _sketched
-        return multiply(x, kernel, self.probe[...], key, self.basis.kind, self.split)
+        """``x`` times the kernel, whose backward forms the sketch."""
+        matrix = self.contraction.matrix()
+        probe, address = self.probe[...], self.address[...]
+        self._check_slices(matrix, kernel, probe)
+        rule = _Rule(
+            self.basis.kind,
+            self.split,
+            matrix,
+            self.precision,
+            self.preferred_element_type,
+        )
+        product = _perturbed if self.plain else _sketched
+
+        def multiply(x: Array, w: Array, probe: Array, address: Array) -> Array:
+            return product(x, w, probe, self.basis.key(address), rule)
+
+        for _ in range(matrix.batch):
+            multiply = jax.vmap(multiply)
+        return multiply(x, kernel, probe, address)
+
+    def _check_slices(self, matrix: Matrix, kernel: Array, probe: Array) -> None:
+        """Refuse a stack's probe beside the kernel of one layer, or the reverse."""
+        if kernel.ndim != matrix.batch + matrix.axes or probe.ndim != matrix.batch + 2:
+            raise ValueError(
+                "`model` must slice the probe and address of stacked layers as their "
+                f"kernels, got a kernel {kernel.shape} beside a probe {probe.shape}; "
+                "name logra.Probe and every other type in the state axes of its scan "
+                "or vmap."
+            )
+
+
+def _share_sharding(kernel: nnx.Variable, probe: nnx.Variable, matrix: Matrix) -> None:
+    """Give a probe the axis names of its kernel: those of the stack, and of d's first.
+
+    As metadata alone, whatever mesh there is: the probe is small.
+    """
+    names = kernel.get_metadata("out_sharding", None)
+    names = names.spec if isinstance(names, NamedSharding) else names
+    if not isinstance(names, tuple | PartitionSpec) or not names:
+        return
+    names = (*names, *(None,) * (kernel.ndim - len(names)))
+    stack = names[: kernel.ndim - matrix.axes]
+    output = names[len(stack) + matrix.outputs[0]]
+    probe.set_metadata(out_sharding=(*stack, output, None))
+    for name in ("mesh", "sharding_rules"):
+        if kernel.has_metadata(name):
+            probe.set_metadata(name, kernel.get_metadata(name))
 
 
 def sketch(
     model: Model,
     rank: int | Mapping[str, int],
-    match: str = ".*",
+    match: Match = ".*",
     basis: Basis | None = None,
 ) -> Model:
     """A copy of ``model`` whose matched linear layers are sketched.
@@ -240,20 +293,34 @@ def sketch(
     by several parents stays shared. Differentiate with respect to the probes only::
 
         graph, probes, weights = nnx.split(model, logra.Probe, ...)
+        loss = lambda probes: f(nnx.merge(graph, probes, weights, copy=True))
+
+    (``copy`` for models that run an ``nnx.scan`` or the like: Flax refuses to hand it
+    variables from outside of ``jax.grad``.)
+
+    A kernel of more than two axes is sketched as the matrix (k, d) of what it sums and
+    what it adds, and keeps its own shape; axes that an einsum's input, kernel and
+    output share count matrices as a stack does. :func:`logra_jax.sketch_table` lists
+    what was chosen.
 
     Args:
-        model: any NNX model; its ``nnx.Linear`` modules are candidates.
+        model: any NNX model; candidates are its ``nnx.Linear``, ``nnx.LinearGeneral``
+            (so the projections of ``nnx.MultiHeadAttention``) and ``nnx.Einsum``
+            modules. Convolutions and embeddings are none.
         rank: ``r``, or a mapping from regular expressions to ranks (first hit wins;
             a matched layer that no expression hits is an error).
         match: regular expression searched for in each layer's dotted path, such as
-            ``"layers.self_attn.q_proj"``.
+            ``"layers.self_attn.q_proj"``, or a predicate ``(path, layer) -> bool``.
         basis: seed and rule of the random bases; ``Basis()`` by default.
 
     Matrices are named by ``model.tensor_name(path, layer)`` where the model has such a
     method (Hugging Face names), else by their dotted path and layer index.
 
     Raises:
-        ValueError: nothing matched, or a rank outside ``[1, min(k, d)]``.
+        ValueError: nothing matched, a rank outside ``[1, min(k, d)]``, or a matched
+            layer that would then compute something else: a subclass with a ``__call__``
+            of its own, a ``dot_general`` or ``promote_dtype`` of the user's, an einsum
+            that is no matrix product.
 
     Example:
         >>> import logra_jax as logra
@@ -267,21 +334,13 @@ def sketch(
     """
     basis = basis or Basis()
 
-    def make(path: str, linear: nnx.Linear, names: Sequence[str]) -> SketchedLinear:
-        *stack, k, d = linear.kernel.shape
+    def make(path: str, linear: Linear, names: Sequence[str]) -> SketchedLinear:
+        *_, k, d = contraction_of(linear).matrix().shape(linear.kernel.shape)
         layer_rank = rank_of(path, rank, min(k, d), "narrow `match`")
-        addresses = addresses_of(basis, names, tuple(stack))
+        addresses = addresses_of(basis, names, matrix_stack(linear))
         return SketchedLinear(linear, layer_rank, basis, addresses)
 
-    return replace_linears(model, match, make)
-
-
-def addresses_of(
-    basis: Basis, names: Sequence[str], stack: tuple[int, ...]
-) -> UInt32[Array, "*stack 3"]:
-    """The addresses at step 0 of a stack of matrices, from their names."""
-    words = np.array([basis.address(name) for name in names], np.uint32)
-    return jnp.asarray(words.reshape(*stack, 3))
+    return replace_linears(model, match, make, general=True)
 
 
 def perturbed(model: Model) -> Model:
@@ -295,99 +354,3 @@ def perturbed(model: Model) -> Model:
         if isinstance(module, TrainedLinear):
             module.plain = True
     return model
-
-
-def replace_linears(
-    model: Model,
-    match: str,
-    make: Callable[[str, nnx.Linear, Sequence[str]], TrainedLinear],
-) -> Model:
-    """A copy of ``model``, the same buffers, with other layers in place of some.
-
-    Args:
-        model: any NNX model.
-        match: regular expression searched for in each linear layer's dotted path.
-        make: ``(path, layer, names of its matrices) -> replacement``.
-
-    Raises:
-        ValueError: nothing matched.
-    """
-    model = nnx.clone(model)
-    name_of = getattr(model, "tensor_name", dotted_name)
-    linears = dict(_linear_modules(model))
-    matched = {path: m for path, m in linears.items() if re.search(match, path)}
-    if not matched:
-        raise ValueError(
-            f"`match` must hit at least one linear layer, got {match!r}, which hits "
-            f"none of: {', '.join(sorted(linears)) or '(the model has none)'}."
-        )
-    replacements: dict[int, nnx.Module] = {}
-    for path, linear in matched.items():
-        stack = linear.kernel.shape[:-2]
-        names = [name_of(path, index) for index in np.ndindex(*stack)]
-        made = make(path, linear, names)
-        if not path:
-            return cast(Model, made)  # the model itself was the linear layer
-        replacements[id(linear)] = made
-    replace_layers(model, replacements)
-    return model
-
-
-def _linear_modules(model: nnx.Module) -> Iterator[tuple[str, nnx.Linear]]:
-    for path, module in nnx.iter_modules(model):
-        if isinstance(module, nnx.Linear):
-            yield ".".join(map(str, path)), module
-
-
-def dotted_name(path: str, layer: tuple[int, ...]) -> str:
-    """The name of a matrix of a model that gives none: its path, and layer if stacked.
-
-    It is part of the basis's address.
-    """
-    return ".".join((path, *map(str, layer)))
-
-
-def rank_of(path: str, rank: int | Mapping[str, int], limit: int, way_out: str) -> int:
-    """The rank of the layer at ``path``; the first expression that hits decides.
-
-    Args:
-        path: dotted.
-        rank: of all layers, or by regular expression.
-        limit: largest rank that the layer has room for.
-        way_out: how the caller leaves the layer alone, for the message.
-
-    Raises:
-        ValueError: no expression hits, or a rank outside ``[1, limit]``.
-    """
-    if isinstance(rank, Mapping):
-        hits = [r for pattern, r in rank.items() if re.search(pattern, path)]
-        if not hits:
-            raise ValueError(
-                f"`rank` must cover every layer, got {dict(rank)}, which says nothing "
-                f"of {path!r}; add an expression for it or {way_out}."
-            )
-        rank = hits[0]
-    if not 1 <= rank <= limit:
-        raise ValueError(
-            f"`rank` must be in [1, min(k, d)] = [1, {limit}] for layer {path!r}, "
-            f"got {rank}; give it a rank of its own or {way_out}."
-        )
-    return rank
-
-
-def replace_layers(model: nnx.Module, replacements: Mapping[int, nnx.Module]) -> None:
-    """Put the replacement of each layer (by ``id``) wherever the layer is referred to.
-
-    A layer may be shared: left in one place, its gradient there would be lost silently.
-    """
-    for _, node in list(nnx.iter_graph(model)):
-        if isinstance(node, nnx.Pytree):
-            for name, value in list(vars(node).items()):
-                if id(value) in replacements:
-                    setattr(node, name, replacements[id(value)])
-    for path, linear in _linear_modules(model):
-        if id(linear) in replacements:
-            raise ValueError(
-                "`model` must hold its layers in modules, `nnx.List` or `nnx.Dict`, "
-                f"got {path!r} in another container, where it cannot be replaced."
-            )

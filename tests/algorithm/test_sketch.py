@@ -577,11 +577,37 @@ def test_ranks_may_differ_by_layer_and_the_first_expression_wins():
         ({"rank": D + 1}, r"`rank` must be in .* got 12"),
         ({"rank": {"up": 2}}, r"`rank` must cover .*'layers.down'"),
         ({"rank": 2, "match": "q_proj"}, r"`match` must hit .*layers.down, layers.up"),
+        (
+            {"rank": 2, "match": lambda path, layer: path == "layers"},
+            r"`match` must hit .* got a predicate, .*: layers.down, layers.up",
+        ),
     ],
 )
 def test_bad_arguments_are_refused_by_name(arguments, message):
     with pytest.raises(ValueError, match=message):
         logra.sketch(stack_and_loss()[0], **arguments)
+
+
+def test_a_predicate_chooses_by_path_and_layer():
+    model = logra.sketch(
+        stack_and_loss()[0], 2, lambda path, layer: "." in path and layer.use_bias
+    )
+    assert isinstance(model.layers.up, logra.SketchedLinear)
+    assert isinstance(model.layers.down, nnx.Linear)
+
+
+def test_layers_that_are_no_matrices_are_left_as_they_are():
+    rngs = nnx.Rngs(0)
+    model = nnx.Dict(
+        conv=nnx.Conv(K, D, (3,), rngs=rngs),
+        embed=nnx.Embed(K, D, rngs=rngs),
+        out=nnx.Linear(K, D, rngs=rngs),
+    )
+    sketched = logra.sketch(model, R)
+    kinds = [type(sketched[name]) for name in ("conv", "embed", "out")]
+    assert kinds == [nnx.Conv, nnx.Embed, logra.SketchedLinear]
+    with pytest.raises(ValueError, match="hits none of: out"):
+        logra.sketch(model, R, "conv|embed")
 
 
 def test_a_layer_used_in_two_places_is_sketched_in_both():
@@ -598,19 +624,27 @@ def test_a_layer_used_in_two_places_is_sketched_in_both():
     assert names == {"a"}
 
 
-def test_a_layer_that_cannot_be_replaced_is_refused():
-    class Tuple(nnx.Module):
-        def __init__(self):
-            self.pair = nnx.data((nnx.Linear(K, D, rngs=nnx.Rngs(0)), 1))
+class Containers(nnx.Module):
+    """Layers wherever Flax permits them, one in two places."""
 
-    with pytest.raises(ValueError, match=r"`model` must hold .*'pair\.0'"):
-        logra.sketch(Tuple(), R)
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.modules = nnx.List([nnx.Linear(K, D, rngs=rngs)])
+        self.named = nnx.Dict({"down": nnx.Linear(D, K, rngs=rngs)})
+        self.pair = nnx.data((nnx.Linear(K, D, rngs=rngs), 1.0))
+        self.plain = nnx.data([{"down": nnx.Linear(D, K, rngs=rngs)}, self.pair[0]])
+
+    def __call__(self, x):
+        x = self.named["down"](jnp.tanh(self.modules[0](x)))
+        x = self.plain[0]["down"](jnp.tanh(self.pair[0](x)))
+        return self.plain[1](x) * self.pair[1]
 
 
-def test_layers_in_lists_are_sketched_too():
-    model = nnx.Sequential(
-        nnx.Linear(K, D, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(D, K, rngs=nnx.Rngs(1))
-    )
+def test_layers_in_any_container_are_sketched():
     x = jax.random.normal(jax.random.key(1), (N, K))
+    model = Containers()
     names = check_every_projection(model, lambda m: loss(m(x)), R, ".*")
-    assert names == {"layers.0", "layers.2"}
+    assert names == {"modules.0", "named.down", "pair.0", "plain.0.down"}
+    sketched = logra.sketch(model, R)
+    assert sketched.plain[1] is sketched.pair[0]
+    assert isinstance(model.pair[0], nnx.Linear)
