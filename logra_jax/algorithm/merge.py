@@ -1,7 +1,7 @@
 """Updates land on full weights: lift the factor, add, round, in place."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax.numpy as jnp
 from flax import nnx
@@ -14,6 +14,7 @@ from logra_jax.algorithm.basis import Basis, basis_entries
 from logra_jax.algorithm.contraction import PLAIN, Matrix
 from logra_jax.algorithm.factor import lift, quantise
 from logra_jax.algorithm.parallel import Split, offset, own_part, parts, total
+from logra_jax.algorithm.plain import as_dict, as_state, is_plain
 from logra_jax.algorithm.rounding import (
     ROUNDINGS,
     land,
@@ -22,6 +23,8 @@ from logra_jax.algorithm.rounding import (
 )
 from logra_jax.algorithm.sketch import MATRIX, Probe
 from logra_jax.algorithm.slicing import BFLOAT16_SLICES_ARE_CONVERTED
+
+Weights = TypeVar("Weights", bound=Mapping[Any, Any])  # nnx.State, or nested dicts
 
 # Parts, at most, that a stack's bits are copied in where bfloat16 slices are converted:
 # each costs a pass over the stack, and holds so much less of it.
@@ -57,13 +60,13 @@ def combine(landings: Sequence[Landing]) -> dict[str, Array]:
 
 
 def merge(
-    weights: nnx.State,
-    updates: nnx.State,
+    weights: Weights,
+    updates: Weights,
     basis: Basis,
     *,
     rounding: str = "stochastic",
     splits: Mapping[str, Split] | None = None,
-) -> nnx.State:
+) -> Weights:
     """``W <- W + (U A)ᵀ`` for every sketched layer; the step in each address moves on.
 
     ``A`` is the basis that the sketches were formed in (its address lies beside the
@@ -79,10 +82,12 @@ def merge(
     Args:
         weights: state with ``kernel`` (..., k, d) and ``address`` (..., 3) variables
             of the sketched layers, and anything else, which is passed through. A kernel
-            of other axes is read as the address says (its metadata ``matrix``).
-        updates: state with the ``probe``-shaped updates ``U`` (..., d, r) of the same
-            layers, sign and step size included: they are added. They are quantised to
-            16 bits first; or the factors that :func:`logra_jax.quantise` makes of them.
+            of other axes is read as the address says (its metadata ``matrix``). Or a
+            nested dict of such arrays, as linen and plain JAX have it.
+        updates: state or dict with the ``probe``-shaped updates ``U`` (..., d, r) of
+            the same layers, sign and step size included: they are added. They are
+            quantised to 16 bits first; or a state of the factors that
+            :func:`logra_jax.quantise` makes of them.
         basis: the rule given to :func:`logra_jax.sketch`.
         rounding: ``"stochastic"`` or ``"nearest"``; float32 kernels need neither.
         splits: inside ``jax.shard_map``, how each kernel lies on the mesh, by dotted
@@ -97,15 +102,26 @@ def merge(
             shape than the layer's probe; kernels of another dtype.
 
     Example:
-        >>> import jax, logra_jax as logra
+        >>> import jax, jax.numpy as jnp, logra_jax as logra
         >>> from flax import nnx
         >>> model = logra.sketch(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), rank=2)
         >>> _, probes, weights = nnx.split(model, logra.Probe, ...)
         >>> updates = jax.tree.map(lambda p: p + 0.1, probes)
         >>> logra.merge(weights, updates, logra.Basis())["kernel"].shape
         (8, 4)
+        >>> address = jnp.array(logra.Basis().address("up"), jnp.uint32)
+        >>> weights = {"up": {"kernel": jnp.ones((8, 4)), "address": address}}
+        >>> updates = {"up": {"probe": jnp.ones((4, 2))}}
+        >>> logra.merge(weights, updates, logra.Basis())["up"]["kernel"].shape
+        (8, 4)
     """
-    return _merge(weights, updates, basis, rounding, splits or {}, measure=False)[0]
+    if is_plain(weights):
+        state, changes = as_state(weights), as_state(updates)
+        merged = merge(state, changes, basis, rounding=rounding, splits=splits)
+        return cast(Weights, as_dict(merged))
+    state, changes = cast(nnx.State, weights), cast(nnx.State, updates)
+    rule = (basis, rounding, splits or {})
+    return cast(Weights, _merge(state, changes, *rule, measure=False)[0])
 
 
 def merge_measured(
