@@ -198,8 +198,9 @@ def perturbed_matmul(
 
 def _perturbed(x: Array, w: Array, probe: Array, key: Array, rule: _Rule) -> Array:
     projected = _project(x, key, probe.shape[-1], rule.kind, rule.split)
+    change = projected @ probe.T.astype(x.dtype)
     y = rule.product(x, w)
-    return y + (projected @ probe.T.astype(x.dtype)).astype(y.dtype)
+    return y + change.astype(y.dtype)
 
 
 class SketchedLinear(TrainedLinear):

@@ -13,6 +13,8 @@ from jax import lax
 
 import logra_jax as logra
 from logra_jax.algorithm.capture import Tap, measurements, raw, tapped
+from logra_jax.algorithm.dense import dense
+from logra_jax.algorithm.lora import lora
 
 R = 2
 BASIS = logra.Basis(seed=3)
@@ -112,7 +114,7 @@ def test_a_layer_is_sketched_perturbed_and_merged_as_its_matrix(name, getkey):
         y, z = case.order.split("->")
         return jnp.einsum(f"{z}->{y}", matrices.reshape(own.shape))
 
-    def dense(w, x):
+    def original_of(w, x):
         state = params | {"kernel": params["kernel"].replace(w)}
         return nnx.merge(original, state)(x)
 
@@ -132,12 +134,12 @@ def test_a_layer_is_sketched_perturbed_and_merged_as_its_matrix(name, getkey):
     @jit
     def theirs(w, words, u, x):
         A = jnp.stack([BASIS.matrix(a, R, k) for a in words.reshape(-1, 3)])
-        G, dx = jax.grad(lambda w, x: loss(dense(w, x)), argnums=(0, 1))(w, x)
+        G, dx = jax.grad(lambda w, x: loss(original_of(w, x)), argnums=(0, 1))(w, x)
         sketch = jnp.einsum("nkd,nrk->ndr", matrices(G), A)
         change = kernel(jnp.einsum("ndr,nrk->nkd", u.reshape(-1, d, R), A))
-        y, rate = jax.jvp(lambda w: dense(w, x), (w,), (change,))
+        y, rate = jax.jvp(lambda w: original_of(w, x), (w,), (change,))
         moved = w + change
-        return y, y, dense(moved, x), sketch.reshape(u.shape), dx, rate, moved
+        return y, y, original_of(moved, x), sketch.reshape(u.shape), dx, rate, moved
 
     noise = 0.1 * jax.random.normal(getkey(), probes["probe"].shape)
     u = nnx.State({"probe": probes["probe"].replace(noise)})
@@ -279,8 +281,8 @@ def test_a_tapped_layer_of_heads_measures_its_matrix(getkey):
     found = jax.grad(lambda taps: loss(nnx.merge(graph, taps, rest)(x)))(taps)
     found = measurements(found)[""]
     graph, params = nnx.split(layer)
-    dense = jax.grad(lambda params: loss(nnx.merge(graph, params)(x)))(params)
-    expected = dense["kernel"][...].reshape(6, 20)
+    gradient = jax.grad(lambda params: loss(nnx.merge(graph, params)(x)))(params)
+    expected = gradient["kernel"][...].reshape(6, 20)
     assert_close(found["x"].T @ found["g"], expected)
 
 
@@ -324,6 +326,16 @@ def test_a_layer_that_would_compute_something_else_is_refused(why):
     with pytest.raises(ValueError, match=rf"`match` must hit .* got '0', a .*{why}"):
         logra.sketch(model, R)
     assert logra.sketch(model, R, match="1")[1].probe.shape == (3, R)
+
+
+@pytest.mark.parametrize("replace", [lora, dense], ids=["lora", "dense"])
+def test_baselines_refuse_what_they_do_not_compute_and_leave_other_kinds(replace):
+    given = {"rank": R} if replace is lora else {}
+    model = nnx.List([linear(5, 3, precision="highest")(), general(5, (3, 2))()])
+    with pytest.raises(ValueError, match="got '0', a Linear whose `precision` is high"):
+        replace(model, **given)
+    with pytest.raises(ValueError, match="hits none of: 0"):
+        replace(model, match="1", **given)
 
 
 def test_a_subclass_that_computes_as_its_parent_is_sketched():

@@ -1,6 +1,7 @@
 """A model of Flax that knows nothing of us, in the shape of GPT-2, sketched whole."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -142,6 +143,50 @@ def test_the_gradient_functions_of_flax_give_the_same_sketches(model, tokens):
         theirs,
         ours,
     )
+
+
+def equations(jaxpr):
+    """Every equation, at any depth."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")
+        ):
+            if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
+                yield from equations(inner)
+
+
+def of_kernels(model, wrt, tokens):
+    """Products in the shape of a kernel, and stacks of kernels that a scan returns."""
+    graph, chosen, rest = nnx.split(model, wrt, ...)
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    stacks = {v.shape for path, v in flat if path[-1] == "kernel"}
+    shapes = {s for k, d in PROJECTIONS.values() for s in ((k, d), (d, k))}
+    # and with the axes of heads, in any order
+    shapes |= {p for s in stacks for p in itertools.permutations(s[1:])}
+
+    def loss(chosen, rest):
+        model = nnx.merge(graph, chosen, rest, copy=True)
+        return copy_loss(model(tokens[:, :-1]), tokens)
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(chosen, rest).jaxpr
+    made = [
+        (e.primitive.name, v.aval.shape) for e in equations(jaxpr) for v in e.outvars
+    ]
+    products = {s for name, s in made if name == "dot_general" and s in shapes}
+    kept = {s for name, s in made if name == "scan" and s in stacks}
+    return products, kept
+
+
+def test_neither_a_kernel_s_gradient_is_formed_nor_a_kernel_kept_by_the_scan(
+    model, tokens
+):
+    products, kept = of_kernels(logra.sketch(model, 4), logra.Probe, tokens)
+    assert not products
+    assert not kept
+    products, kept = of_kernels(model, nnx.Param, tokens)
+    assert products
+    assert kept
 
 
 def test_a_scan_that_does_not_slice_the_probes_is_told_so(model, tokens):
