@@ -71,8 +71,7 @@ class TrainedLinear(nnx.Module):
         if out_sharding is not None:
             raise ValueError(
                 "`out_sharding` must be None for a layer that was replaced, got "
-                f"{out_sharding}; constrain its output with "
-                "jax.lax.with_sharding_constraint."
+                f"{out_sharding}; reshard its output instead."
             )
         kernel = self.kernel[...]
         bias = None if self.bias is None else self.bias[...]

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Key, Shaped
 
 from logra_jax.algorithm.basis import Basis, entry_scale, jax_entries
 from logra_jax.algorithm.contraction import PLAIN, Linear, Matrix, contraction_of
+from logra_jax.algorithm.explicit import shardings_of, with_outputs
 from logra_jax.algorithm.layers import (
     Match,
     Model,
@@ -120,13 +121,20 @@ def _sketched_fwd(x, w, probe, key, rule):
     y = rule.product(x.value, w.value)
     # The kernel as the model holds it: one with its axes moved would be a copy to keep.
     projected = _project(x.value, key.value, rank, rule.kind, rule.split)
-    return y, (projected, w.value)
+    return y, (projected, w.value, shardings_of(x.value, probe.value))
 
 
 def _sketched_bwd(rule, residuals, g):
-    x_projected, w = residuals
+    x_projected, w, shardings = residuals
     if isinstance(g, jax.custom_derivatives.SymbolicZero):
         g = jnp.zeros(g.shape, x_projected.dtype)
+    pull = with_outputs(partial(_pull, rule), shardings)
+    dx, sketch = pull(x_projected, w, g)
+    return dx, None, sketch, None
+
+
+def _pull(rule, x_projected, w, g):
+    """Cotangents of input and probe."""
     # Gathered once more: kept, the kernels of all layers would add up to the model.
     w = whole(rule.matrix.flatten(w), rule.split).astype(g.dtype)
     dx = jnp.einsum("...d,kd->...k", g, w, precision=rule.precision)
@@ -137,7 +145,7 @@ def _sketched_bwd(rule, residuals, g):
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    return dx.astype(x_projected.dtype), None, sketch, None
+    return dx.astype(x_projected.dtype), sketch
 
 
 _sketched.defvjp(_sketched_fwd, _sketched_bwd, symbolic_zeros=True)

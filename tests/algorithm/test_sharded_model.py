@@ -81,6 +81,12 @@ def model(mesh):
         return logra.sketch(nnx.jit(lambda: Model(nnx.Rngs(0)))(), R, basis=BASIS)
 
 
+def assert_close(actual, expected):
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert np.linalg.norm(expected) > 0
+    assert np.linalg.norm(actual - expected) <= 1e-5 * np.linalg.norm(expected)
+
+
 def specs(state):
     flat = nnx.to_flat_state(nnx.get_partition_spec(state))
     return {".".join(map(str, path)): v.get_value() for path, v in flat}
@@ -124,13 +130,7 @@ def test_a_sharded_model_has_the_sketches_and_weights_of_the_whole_one(mesh, mod
         assert spread[1]["fan"]["kernel"].sharding.spec[0] == "tensor"
         sharded, moved = jit(step)(*spread)
 
-    def check(actual, expected):
-        actual, expected = np.asarray(actual), np.asarray(expected)
-        assert np.linalg.norm(expected) > 0
-        error = np.linalg.norm(actual - expected)
-        assert error <= 1e-5 * np.linalg.norm(expected)
-
-    jax.tree.map(check, sharded, sketches)
+    jax.tree.map(assert_close, sharded, sketches)
     # the same update lands to the same bits, however the kernel is cut
     kernels = nnx.PathContains("kernel")
     jax.tree.map(
@@ -138,3 +138,49 @@ def test_a_sharded_model_has_the_sketches_and_weights_of_the_whole_one(mesh, mod
         nnx.filter_state(moved, kernels),
         nnx.filter_state(merged, kernels),
     )
+
+
+LAYERS_CUT_ALONG_OUTPUTS = {
+    "linear": (lambda **given: nnx.Linear(8, 4, **given), (None, "tensor")),
+    "into heads": (
+        lambda **given: nnx.LinearGeneral(8, (2, 4), **given),
+        (None, "tensor", None),
+    ),
+    "einsum": (
+        lambda **given: nnx.Einsum("nd,fd->nf", (4, 8), **given),
+        ("tensor", None),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS_CUT_ALONG_OUTPUTS)
+def test_a_mesh_of_explicit_axes_gives_the_same_sketches_and_weights(name):
+    make, names = LAYERS_CUT_ALONG_OUTPUTS[name]
+    x = jax.random.normal(jax.random.key(0), (6, 8))
+
+    def run(x, **given):
+        model = logra.sketch(make(rngs=nnx.Rngs(0), **given), R, basis=BASIS)
+        graph, probes, weights = nnx.split(model, logra.Probe, ...)
+
+        @jit
+        def step(probes, weights, x):
+            def loss(probes, x):
+                return jnp.mean(jnp.sin(3 * nnx.merge(graph, probes, weights)(x)))
+
+            sketch, dx = jax.grad(loss, argnums=(0, 1))(probes, x)
+            merged = logra.merge(weights, sketch, BASIS)
+            return sketch["probe"][...], dx, merged["kernel"][...]
+
+        return step(probes, weights, x)
+
+    expected = run(x)
+    mesh = jax.make_mesh(
+        (2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 2
+    )
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, jax.NamedSharding(mesh, PartitionSpec("data")))
+        actual = run(x, kernel_metadata={"out_sharding": names})
+        assert jax.typeof(actual[1]).sharding.spec == PartitionSpec("data", None)
+        assert jax.typeof(actual[2]).sharding.spec == PartitionSpec(*names)
+    for one, other in zip(actual, expected, strict=True):
+        assert_close(one, other)
