@@ -128,7 +128,13 @@ def _bench_step(args: argparse.Namespace) -> int:
 
     from logra_jax.study.bench_step import bench_step
 
-    return bench_step(config, tokens=args.tokens, repeat=args.repeat, as_json=args.json)
+    return bench_step(
+        config,
+        tokens=args.tokens,
+        repeat=args.repeat,
+        as_json=args.json,
+        beside=args.beside,
+    )
 
 
 def _bench_rollout(args: argparse.Namespace) -> int:
@@ -332,6 +338,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     step.add_argument(
         "--repeat", type=int, default=5, metavar="N", help="of each kind (default: 5)"
+    )
+    step.add_argument(
+        "--beside",
+        metavar="MODEL",
+        help="a preset or model.path whose update by logra is timed too",
     )
     step.add_argument("--json", action="store_true", help="print one JSON object")
 

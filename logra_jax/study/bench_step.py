@@ -4,6 +4,7 @@ Same model, batch and rematerialisation, one run. Weights are random: they chang
 time. The baselines take their optimizer's step as it is, without predicting its KL.
 """
 
+import dataclasses
 import json
 import os
 import platform
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from logra_jax.models.presets import PRESETS
 from logra_jax.study.galore import GAP, stacked_galore
 from logra_jax.study.plan import GIB, measure
 from logra_jax.study.trial import (
@@ -25,6 +27,7 @@ from logra_jax.study.trial import (
     build_trial,
     device_bytes,
     model_name,
+    shapes_of,
     workload_of,
 )
 from logra_jax.training.display import Display
@@ -100,7 +103,14 @@ class Share(NamedTuple):
     memory: int  # bytes, of the device
 
 
-def bench_step(config: Config, *, tokens: int, repeat: int, as_json: bool) -> int:
+def bench_step(
+    config: Config,
+    *,
+    tokens: int,
+    repeat: int,
+    as_json: bool,
+    beside: str | None = None,
+) -> int:
     """Measure, print, and return the exit code 0.
 
     Args:
@@ -108,6 +118,8 @@ def bench_step(config: Config, *, tokens: int, repeat: int, as_json: bool) -> in
         tokens: of an update, all in one microbatch.
         repeat: timed updates of each method, after one that is not timed.
         as_json: print one JSON object instead of a table.
+        beside: another model, a preset or `model.path`, whose update by LoGRA is timed
+            too.
 
     Raises:
         ValueError: no repetition, too few tokens, a bad model.
@@ -118,6 +130,8 @@ def bench_step(config: Config, *, tokens: int, repeat: int, as_json: bool) -> in
         raise ValueError(f"`--repeat` must be at least 1, got {repeat}.")
     work = workload_of(config, tokens, one_microbatch=True)
     runs = _runs(config, work)
+    if beside is not None:
+        runs.append(_run_beside(config, beside, work))
     # Standard error: standard output is for the result.
     with Display(total_steps=0, console=Console(stderr=True)) as display:
         for run in runs:
@@ -153,6 +167,20 @@ def _runs(config: Config, work: Workload) -> list[_Run]:
         return build
 
     return [_Run(name, build(name)) for name in METHODS]
+
+
+def _run_beside(config: Config, beside: str, work: Workload) -> _Run:
+    """LoGRA's update of another model; its batch has as many tokens."""
+    key = "preset" if beside.lower() in PRESETS else "path"
+    named = {"path": None, "preset": None, key: beside}
+    model = dataclasses.replace(config.model, **named)
+    config = dataclasses.replace(config, model=model)
+    shapes_of(config)  # bad input is found before anything is compiled
+
+    def build(is_abstract: bool) -> Trial:
+        return build_trial(config, "logra", work, is_abstract=is_abstract)
+
+    return _Run(model_name(config), build)
 
 
 def _galore(config: Config) -> optax.GradientTransformation:
@@ -253,7 +281,8 @@ def _summarise(
         "methods": methods,
         "ratios": {
             f"logra/{name}": _ratio(full, methods[name], in_turns=share.in_turns)
-            for name in ("adamw", "lora", "galore")
+            for name in methods
+            if not name.startswith("logra")
         },
         "kl_share_of_step": None if kl_ratio is None else 1 - kl_ratio,
     }

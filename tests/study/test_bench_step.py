@@ -160,7 +160,8 @@ def test_what_does_not_fit_says_phase_and_message_and_the_rest_goes_on(
 
     monkeypatch.setattr(bench_module, "_Run", Fake)
     monkeypatch.setattr(bench_module, "_share", lambda runs: Share(False, 2, 1))
-    assert bench_step(config, tokens=192, repeat=3, as_json=True) == 0
+    options = {"repeat": 3, "as_json": True, "beside": "smollm2-135m"}
+    assert bench_step(config, tokens=192, **options) == 0
     result = json.loads(capsys.readouterr().out)
     methods = result["methods"]
     assert methods["galore"]["error"] == "compiling: RuntimeError: no room"
@@ -170,6 +171,7 @@ def test_what_does_not_fit_says_phase_and_message_and_the_rest_goes_on(
         "logra/adamw": None,
         "logra/lora": 2.0,
         "logra/galore": None,
+        "logra/smollm2-135m": 2.0,
     }
     assert result["kl_share_of_step"] == 0.5
 
@@ -216,6 +218,11 @@ def test_arrays_lie_as_their_shapes_say(config, kind, devices):
         deviation = float(jnp.std(noise[...].astype(jnp.float32)))
         assert deviation == pytest.approx(0.02, rel=0.1)
     np.testing.assert_array_equal(weights["norm"]["scale"][...], 1)
+
+
+def test_an_unknown_model_beside_is_one_sentence(config):
+    with pytest.raises(ValueError, match=r"`model.path` must be .* got 'nowhere'"):
+        bench_step(config, tokens=192, repeat=1, as_json=True, beside="nowhere")
 
 
 def test_no_repetition_is_refused(config):
