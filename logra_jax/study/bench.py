@@ -24,13 +24,12 @@ from flax import nnx
 
 from logra_jax.rollout.local import LocalEngine
 from logra_jax.rollout.types import Sampling
-from logra_jax.training.assemble import (
+from logra_jax.training.assemble import load_task, repeat_to
+from logra_jax.training.policy import (
     Policy,
     encode_question,
     load_policy,
-    load_task,
     model_directory,
-    repeat_to,
 )
 from logra_jax.training.schema import Config
 

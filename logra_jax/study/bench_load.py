@@ -28,9 +28,9 @@ import numpy as np
 
 from logra_jax.models.presets import preset
 from logra_jax.models.weight_files import WeightFiles, write_weights
-from logra_jax.training.assemble import model_directory
 from logra_jax.training.config import load_config
 from logra_jax.training.display import Display
+from logra_jax.training.policy import model_directory
 
 REPETITIONS = 5
 DTYPES = ("bfloat16", "float32")

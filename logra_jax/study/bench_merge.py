@@ -22,18 +22,20 @@ from logra_jax.algorithm.merge import merge, merge_measured
 from logra_jax.algorithm.rounding import ROUNDINGS
 from logra_jax.rollout.types import pack_prompts
 from logra_jax.training.assemble import (
-    Policy,
-    basis_of,
     build_controller,
     build_optimizer,
     build_training_step,
-    encode_question,
-    load_policy,
     load_task,
-    model_directory,
     repeat_to,
 )
 from logra_jax.training.display import Display
+from logra_jax.training.policy import (
+    Policy,
+    basis_of,
+    encode_question,
+    load_policy,
+    model_directory,
+)
 from logra_jax.training.schema import Config
 from logra_jax.training.state import Batch, TrainState, initial_state
 

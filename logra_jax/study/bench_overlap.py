@@ -29,10 +29,10 @@ from typing import Any
 
 from logra_jax.study import serving
 from logra_jax.study.serving import Result
-from logra_jax.training.assemble import model_directory
 from logra_jax.training.display import Display
 from logra_jax.training.journal import read_metrics
 from logra_jax.training.loop import train
+from logra_jax.training.policy import model_directory
 from logra_jax.training.schema import Config
 
 STEPS = 6

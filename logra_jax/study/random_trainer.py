@@ -16,7 +16,7 @@ from logra_jax.algorithm.merge import merge
 from logra_jax.algorithm.sketch import Probe, sketch
 from logra_jax.models.hf import load_decoder, save_decoder
 from logra_jax.rollout.sync import Weights
-from logra_jax.training.assemble import basis_of, model_directory
+from logra_jax.training.policy import basis_of, model_directory
 from logra_jax.training.schema import Config
 from logra_jax.training.updates import Updates
 

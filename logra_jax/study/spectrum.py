@@ -25,10 +25,8 @@ from logra_jax.rl.rewards import RewardPool
 from logra_jax.training.assemble import (
     build_rewards,
     enable_compile_cache,
-    load_policy,
     load_task,
     loss_options_of,
-    model_directory,
     sampling_of,
     stream_key,
     to_batch,
@@ -36,6 +34,7 @@ from logra_jax.training.assemble import (
 )
 from logra_jax.training.display import Display
 from logra_jax.training.monitor import build_measuring, ranks_of
+from logra_jax.training.policy import load_policy, model_directory
 from logra_jax.training.schema import Config
 
 ENERGIES = (0.5, 0.9, 0.95, 0.99)

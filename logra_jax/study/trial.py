@@ -26,14 +26,11 @@ from logra_jax.training.assemble import (
     build_controller,
     build_optimizer,
     loss_options_of,
-    mesh_of,
-    method_of,
-    model_directory,
-    trainable,
 )
 from logra_jax.training.layout import Layout, batch_specs, build_layout
 from logra_jax.training.methods import Method, weights_of
 from logra_jax.training.packing import Fields, pack
+from logra_jax.training.policy import mesh_of, method_of, model_directory, trainable
 from logra_jax.training.schema import Config
 from logra_jax.training.schema_mesh import MeshConfig
 from logra_jax.training.schema_update import MonitorConfig, OptimizerConfig

@@ -10,12 +10,8 @@ from logra_jax.rl.tasks import Question, Task
 from logra_jax.rollout.servers import ServerError
 from logra_jax.rollout.sglang import SGLangEngine
 from logra_jax.rollout.types import Completions
-from logra_jax.training.assemble import (
-    Policy,
-    sampling_of,
-    stream_key,
-    training_questions,
-)
+from logra_jax.training.assemble import sampling_of, stream_key, training_questions
+from logra_jax.training.policy import Policy
 from logra_jax.training.remote import Remote
 from logra_jax.training.schema import Config
 

@@ -12,12 +12,9 @@ from logra_jax.rl.rewards import PendingRewards, RewardPool
 from logra_jax.rl.tasks import Question
 from logra_jax.rollout.types import Sampling
 from logra_jax.training.assemble import (
-    Policy,
     build_rewards,
     enable_compile_cache,
-    load_policy,
     load_task,
-    model_directory,
     repeat_to,
     stream_key,
 )
@@ -25,6 +22,7 @@ from logra_jax.training.checkpoint import CONFIG_FILE, Checkpoints
 from logra_jax.training.config import load_config
 from logra_jax.training.display import Display
 from logra_jax.training.distributed import from_leader, is_leader
+from logra_jax.training.policy import Policy, load_policy, model_directory
 
 
 def evaluate(

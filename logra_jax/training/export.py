@@ -8,12 +8,13 @@ from flax import nnx
 
 from logra_jax.algorithm.lora import merge_lora
 from logra_jax.models.hf import named_tensors, save_tensors
-from logra_jax.training.assemble import load_policy, load_task, model_directory
+from logra_jax.training.assemble import load_task
 from logra_jax.training.checkpoint import CONFIG_FILE, Checkpoints
 from logra_jax.training.config import load_config
 from logra_jax.training.display import Display
 from logra_jax.training.distributed import from_leader, is_leader
 from logra_jax.training.methods import Method
+from logra_jax.training.policy import load_policy, model_directory
 
 MODEL_DIRECTORY = "model"
 

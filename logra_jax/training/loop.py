@@ -16,17 +16,13 @@ from logra_jax.rl.tasks import Task
 from logra_jax.rollout.servers import ServerError
 from logra_jax.rollout.types import Completions
 from logra_jax.training.assemble import (
-    Policy,
-    basis_of,
     build_controller,
     build_optimizer,
     build_rewards,
     build_training_monitor,
     build_training_step,
     enable_compile_cache,
-    load_policy,
     load_task,
-    model_directory,
     stream_key,
     to_batch,
 )
@@ -56,6 +52,7 @@ from logra_jax.training.journal import has_metrics, read_metrics
 from logra_jax.training.layout import first_state
 from logra_jax.training.paths import default_run_dir
 from logra_jax.training.plots import write_plots
+from logra_jax.training.policy import Policy, basis_of, load_policy, model_directory
 from logra_jax.training.recorder import Recorder, Row
 from logra_jax.training.remote import Remote
 from logra_jax.training.schema import Config
@@ -94,6 +91,8 @@ def train(config: Config) -> int:
             directory = together(model_directory, config)
         with display.phase("loading the model"):
             policy, weights = together(load_policy, config, task, directory)
+        if config.optimizer.kind == "logra":
+            display.note(policy.sketch_table(weights))
         run = _Run(config, run_dir, directory, task, policy, rewards, display)
         # Only now: a start that was refused leaves no run behind.
         from_leader(write_config, run_dir, to_yaml(config))

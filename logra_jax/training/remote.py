@@ -16,7 +16,7 @@ from logra_jax.models.hf_config import read_config
 from logra_jax.rollout.servers import ServerError, Servers
 from logra_jax.rollout.sglang import SGLangEngine
 from logra_jax.rollout.sync import ServerReport, Weights, WeightSync
-from logra_jax.training.assemble import Policy
+from logra_jax.training.policy import Policy
 from logra_jax.training.schema import Config
 from logra_jax.training.updates import Updates
 

@@ -14,7 +14,7 @@ from logra_jax.rollout.serve import (
     ServeOptions,
     launch,
 )
-from logra_jax.training.assemble import model_directory
+from logra_jax.training.policy import model_directory
 from logra_jax.training.schema import Config
 
 GRACE = 10.0

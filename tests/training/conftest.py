@@ -37,24 +37,52 @@ eval: {{samples: 16, batch: 64}}
 """
 
 
-@pytest.fixture(scope="session")
-def tiny_model_dir(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face directory of a two-layer random Llama, SmolLM2's tokenizer.
+def build_tiny(smollm2_dir: Path, where: Path, **changes) -> Path:
+    """A Hugging Face directory of a tiny random model with SmolLM2's tokenizer.
 
     Digits are made likely, so that rewards differ between responses.
+
+    Args:
+        smollm2_dir: the real model.
+        where: a directory to fill; the tiny model is put beside it.
+        changes: of SmolLM2's config.json, and of ``TINY``.
     """
-    source = tmp_path_factory.mktemp("source")
+    where.mkdir(exist_ok=True)
     for file in smollm2_dir.iterdir():
         if file.suffix != ".safetensors":
-            shutil.copy(file, source / file.name)
-    config = json.loads((source / "config.json").read_text()) | TINY
-    (source / "config.json").write_text(json.dumps(config))
-    model = Decoder(read_config(source), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    tokenizer = ChatTokenizer.load(source)
+            shutil.copy(file, where / file.name)
+    config = json.loads((where / "config.json").read_text()) | TINY | changes
+    (where / "config.json").write_text(json.dumps(config))
+    model = Decoder(read_config(where), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    tokenizer = ChatTokenizer.load(where)
     digits = np.array([tokenizer.encode(str(i))[0] for i in range(10)])
     embedding = model.embed_tokens.embedding
     embedding[...] = embedding[...].at[digits].multiply(7.0)
-    return save_decoder(model, source.with_name("tiny"), source=source)
+    return save_decoder(model, where.with_name("tiny"), source=where)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A two-layer random Llama."""
+    return build_tiny(smollm2_dir, tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def hybrid_dir(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3.5 of three layers, two of them Gated DeltaNets."""
+    return build_tiny(
+        smollm2_dir,
+        tmp_path_factory.mktemp("hybrid") / "source",
+        model_type="qwen3_5_text",
+        architectures=["Qwen3_5ForCausalLM"],
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_conv_kernel_dim=4,
+    )
 
 
 @pytest.fixture(scope="session")

@@ -17,14 +17,10 @@ from logra_jax.rollout.local import LocalEngine
 from logra_jax.rollout.servers import ServerError
 from logra_jax.rollout.sglang import SGLangEngine
 from logra_jax.rollout.types import Completions, pack_prompts
-from logra_jax.training.assemble import (
-    Policy,
-    sampling_of,
-    stream_key,
-    training_questions,
-)
+from logra_jax.training.assemble import sampling_of, stream_key, training_questions
 from logra_jax.training.batches import Batches, staleness
 from logra_jax.training.config import Config, ModelConfig, RolloutConfig, TrainConfig
+from logra_jax.training.policy import Policy
 from logra_jax.training.remote import Remote
 
 BATCH = 4

@@ -13,11 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logra_jax.algorithm.predicted_kl import PredictedKLState
-from logra_jax.training.assemble import (
-    build_controller,
-    loss_options_of,
-    model_directory,
-)
+from logra_jax.training.assemble import build_controller, loss_options_of
 from logra_jax.training.checkpoint import check_resumable
 from logra_jax.training.config import (
     Config,
@@ -28,6 +24,7 @@ from logra_jax.training.config import (
     to_yaml,
 )
 from logra_jax.training.paths import default_cache_dir, default_run_dir
+from logra_jax.training.policy import model_directory
 
 REPOSITORY = Path(__file__).parents[2]
 MINIMAL = "model:\n  path: some-model\ntrain:\n  steps: 3\n"

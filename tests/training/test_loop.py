@@ -89,6 +89,17 @@ def test_predicted_kl_is_the_budget_and_realised_kl_follows_it(tiny_run: Run):
         assert row["kl/realised"] == pytest.approx(row["kl/predicted"], rel=0.1)
 
 
+def test_a_run_says_what_it_trains(tiny_run: Run, capsys):
+    tiny_run("run", "train.steps=1", "sketch.match=(up|down)_proj", "sketch.rank=3")
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    chosen = {line[0]: line[4] for line in lines if line and line[0].startswith("lay")}
+    assert chosen == {
+        "layer": "rank",
+        "layers.mlp.up_proj": "3",
+        "layers.mlp.down_proj": "3",
+    }
+
+
 def test_same_seed_gives_the_same_metrics_and_weights_bit_for_bit(
     finished_run: Path, tiny_run: Run
 ):

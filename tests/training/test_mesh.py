@@ -375,9 +375,9 @@ def test_a_mesh_of_more_devices_than_there_are_is_refused():
 def test_cpu_devices_that_would_hear_each_other_wrongly_are_refused(
     tiny_run, monkeypatch
 ):
-    from logra_jax.training import assemble
+    from logra_jax.training import policy
 
-    monkeypatch.setattr(assemble, "CPU_EXCHANGES_MIX", True)
+    monkeypatch.setattr(policy, "CPU_EXCHANGES_MIX", True)
     with pytest.raises(
         ValueError, match=r"`mesh` must be of one device .*, got 4; use"
     ):

@@ -17,17 +17,13 @@ from logra_jax.models.attention import Span
 from logra_jax.models.decoder import Decoder
 from logra_jax.models.hf import load_decoder
 from logra_jax.models.sharding import make_mesh, place
-from logra_jax.training.assemble import (
-    build_optimizer,
-    loss_options_of,
-    method_of,
-    trainable,
-)
+from logra_jax.training.assemble import build_optimizer, loss_options_of
 from logra_jax.training.checkpoint import check_resumable
 from logra_jax.training.config import Config, load_config
 from logra_jax.training.journal import deterministic, read_metrics
 from logra_jax.training.layout import build_layout
 from logra_jax.training.methods import Method, weights_of
+from logra_jax.training.policy import method_of, trainable
 from logra_jax.training.state import Batch
 from logra_jax.training.step import StepOptions, _Parts, accumulate
 
