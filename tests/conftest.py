@@ -1,6 +1,7 @@
 """Shared by all tests: four CPU devices, strict rank promotion, keys, a real model."""
 
 import os
+import signal
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,10 @@ os.environ["XLA_FLAGS"] = (
 # Threads of XLA's CPU client. A collective holds one until all devices have arrived,
 # and a program may run two at once: with few threads they wait for each other.
 os.environ.setdefault("NPROC", "32")
+
+# A shell has what it starts in the background ignore Ctrl-C, which tests send.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
 import jax

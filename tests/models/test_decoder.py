@@ -165,7 +165,11 @@ def test_remat_changes_neither_value_nor_gradient(model, remat):
 
     gradient = jax.jit(jax.value_and_grad(loss), static_argnums=1)
     expected = gradient(state, nnx.graphdef(model))
-    jax.tree.map(lambda a, b: close(a, b, 1e-5), gradient(state, graph), expected)
+    (value, got), (expected_value, expected) = gradient(state, graph), expected
+    close(value, expected_value, 1e-5)
+    for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+        # of an array's largest entry: sums have another order
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.max(np.abs(b)))
 
 
 def test_activations_narrower_than_the_weights_are_refused():
@@ -204,7 +208,12 @@ def test_bfloat16_weights_have_bfloat16_activations_unless_told(model):
     )
     got = hidden_of(nnx.merge(graph, half), tokens)
     assert got.dtype == jnp.bfloat16
-    close(got.astype(jnp.float32), hidden_of(model, tokens), 0.1)
+    expected = hidden_of(model, tokens)
+    error = jnp.linalg.norm(got.astype(jnp.float32) - expected)
+    # The recurrence of a random hybrid is ill-conditioned: in transformers as here, see
+    # test_bfloat16_is_as_exact_as_in_transformers.
+    bound = 0.03 if model.config.delta is None else 0.35
+    assert error < bound * jnp.linalg.norm(expected)
 
 
 def test_layers_of_a_hybrid_are_named_in_the_order_in_which_they_run():

@@ -13,6 +13,7 @@ from flax import nnx
 
 from logra_jax.algorithm.dense import WideKernel, dense, land_dense, widen
 from logra_jax.algorithm.lora import LoRAFactor
+from logra_jax.models import stack as stack_module
 from logra_jax.models.attention import Span
 from logra_jax.models.decoder import Decoder
 from logra_jax.models.hf import load_decoder
@@ -251,8 +252,8 @@ def test_no_float32_copy_of_the_kernels_is_made():
             def layer(x, inputs):
                 return nnx.merge(graph, inputs[0])(x), None
 
-            run = stack.Run(layer, weights, ())
-            return stack.scan_layers([run], x, remat="layer")[0]
+            run = stack_module.Run(layer, weights, ())
+            return stack_module.scan_layers([run], x, remat="layer")[0]
 
     model = dense(Model())
     graph, _, weights = nnx.split(model, WideKernel, ...)
