@@ -24,6 +24,8 @@ from logra_jax.models.hf import (
 )
 from logra_jax.models.hf_config import read_config
 from logra_jax.models.weight_files import WeightFiles, write_weights
+from logra_jax.rollout.local import LocalEngine
+from logra_jax.rollout.types import Sampling
 
 TOKENS = np.random.default_rng(0).integers(0, 97, (2, 11)).astype(np.int32)
 SIZES = {
@@ -221,6 +223,29 @@ def test_gradients_of_logprobs_equal_those_of_torch(kind, tmp_path):
         np.testing.assert_allclose(gradients[name], expected, 1e-3, atol, err_msg=name)
         compared += 1
     assert compared == len(gradients)
+
+
+@pytest.mark.parametrize("kind", ["llama tied", "qwen2", "qwen3", "qwen3.5"])
+def test_greedy_answers_equal_those_of_transformers(checkpoints, kind):
+    """Of prompts of different lengths in one batch, which share their beginning."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    directory, _ = checkpoints[kind]
+    oracle = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    prompts = [TOKENS[0, :n].tolist() for n in (5, 11, 8)]
+    model = load_decoder(directory, dtype=jnp.float32)
+    graph, weights = nnx.split(model)
+    engine = LocalEngine(graph, max_positions=64, eos_ids=[2], prefix=prompts[0][:4])
+    sampling = Sampling(temperature=0.0, max_new_tokens=6)
+    found = engine.generate(weights, prompts, sampling, jax.random.key(0))
+    for prompt, tokens, length in zip(
+        prompts, found.tokens, found.lengths, strict=True
+    ):
+        expected = oracle.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=6, pad_token_id=0
+        )
+        assert tokens[:length].tolist() == expected[0, len(prompt) :].tolist()
 
 
 def test_both_spellings_of_rope_theta_are_read(checkpoints, tmp_path):
