@@ -3,7 +3,6 @@ import importlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -125,7 +124,7 @@ def test_missing_oracle_is_one_sentence(config, monkeypatch, missing):
 
 
 def test_task_or_model_that_is_wrong_is_one_sentence(config):
-    model = dataclasses.replace(config.model, path=str(Path("no") / "such"))
+    model = dataclasses.replace(config.model, path="no-such-model")
     with pytest.raises(ValueError, match=r"`model\.path` must be a Hugging Face"):
         bench_rollout(dataclasses.replace(config, model=model), True)
 

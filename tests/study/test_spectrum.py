@@ -2,7 +2,6 @@ import contextlib
 import dataclasses
 import io
 import json
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -211,6 +210,6 @@ def test_a_batch_of_equal_rewards_is_one_sentence(config):
 
 
 def test_a_missing_model_is_one_sentence(config):
-    model = dataclasses.replace(config.model, path=str(Path("no") / "such"))
+    model = dataclasses.replace(config.model, path="no-such-model")
     with pytest.raises(ValueError, match=r"`model\.path` must be a Hugging Face"):
         spectrum(dataclasses.replace(config, model=model))
