@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,11 @@ from logra_jax.models.sharding import make_mesh, place
 from logra_jax.training.journal import read_metrics
 from logra_jax.training.layout import build_layout
 from logra_jax.training.methods import Method, logra_method, weights_of
-from logra_jax.training.objective import LossOptions
+from logra_jax.training.objective import (
+    LossOptions,
+    hidden_in_parts,
+    response_hidden,
+)
 from logra_jax.training.packing import Fields, first_fit, most_rows, pack
 from logra_jax.training.state import Batch, initial_state
 from logra_jax.training.step import StepOptions, accumulate, build_step
@@ -220,6 +225,23 @@ RAGGED = ([3, 1, 6, 2, 5, 3, 1, 4], [7, 2, 0, 9, 1, 5, 3, 8])
 @pytest.mark.parametrize(("row_tokens", "devices"), [(16, 1), (100, 1), (16, 3)])
 def test_packed_rows_have_the_loss_and_the_sketches_of_padded_ones(row_tokens, devices):
     check_same(fields_of(*RAGGED), row_tokens, devices=devices)
+
+
+@pytest.mark.parametrize(("most", "held"), [(1, 1), (3, 2), (4, 4), (100, 8)])
+def test_hidden_states_in_parts_are_those_of_all_rows(most, held):
+    model, batch = sketched(), batch_of(fields_of(*RAGGED), None)
+
+    def in_parts(batch: Batch) -> jax.Array:
+        return hidden_in_parts(model, batch, most)
+
+    expected = jit(lambda batch: response_hidden(model, batch))(batch)
+    np.testing.assert_allclose(jit(in_parts)(batch), expected, rtol=1e-5, atol=1e-5)
+    # (rows, tokens) of the MLP's features
+    text = str(jax.make_jaxpr(in_parts)(batch))
+    found = set(re.findall(r"f32\[(\d+),(\d+),24\]", text))
+    time = batch.prompts.shape[1] + batch.completions.shape[1] - 1
+    assert (str(held), str(time)) in found
+    assert max(int(rows) for rows, length in found if length == str(time)) == held
 
 
 @pytest.mark.parametrize("row_tokens", [16, 100])
