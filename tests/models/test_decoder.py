@@ -168,8 +168,9 @@ def test_remat_changes_neither_value_nor_gradient(model, remat):
     (value, got), (expected_value, expected) = gradient(state, graph), expected
     close(value, expected_value, 1e-5)
     for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
-        # of an array's largest entry: sums have another order
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.max(np.abs(b)))
+        # a hybrid's sums have another order: to 1e-5 of an array's largest entry
+        largest = 1.0 if model.config.delta is None else np.max(np.abs(b))
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * largest)
 
 
 def test_activations_narrower_than_the_weights_are_refused():
@@ -208,12 +209,14 @@ def test_bfloat16_weights_have_bfloat16_activations_unless_told(model):
     )
     got = hidden_of(nnx.merge(graph, half), tokens)
     assert got.dtype == jnp.bfloat16
-    expected = hidden_of(model, tokens)
-    error = jnp.linalg.norm(got.astype(jnp.float32) - expected)
-    # The recurrence of a random hybrid is ill-conditioned: in transformers as here, see
-    # test_bfloat16_is_as_exact_as_in_transformers.
-    bound = 0.03 if model.config.delta is None else 0.35
-    assert error < bound * jnp.linalg.norm(expected)
+    got, expected = got.astype(jnp.float32), hidden_of(model, tokens)
+    if model.config.delta is None:
+        close(got, expected, 0.1)
+    else:
+        # The recurrence of a random hybrid is ill-conditioned: in transformers as here,
+        # see test_bfloat16_is_as_exact_as_in_transformers.
+        error = jnp.linalg.norm(got - expected)
+        assert error < 0.35 * jnp.linalg.norm(expected)
 
 
 def test_layers_of_a_hybrid_are_named_in_the_order_in_which_they_run():

@@ -201,11 +201,15 @@ GIVING_BACK = {
 }
 
 
-def test_host_memory_does_not_grow_over_200_steps(long_config: Path, tmp_path: Path):
-    """In a process of its own, evaluations, checkpoints and kept updates included."""
+def test_host_memory_does_not_grow_over_400_steps(long_config: Path, tmp_path: Path):
+    """In a process of its own, evaluations, checkpoints and kept updates included.
+
+    Memory goes up and down by 6 MiB with what the next update holds at the moment. Over
+    100 steps that is a slope of 20 KiB a step by chance, over 400 of 2 to 3.
+    """
     options = [
         f"run_dir={tmp_path / 'run'}",
-        *("train.steps=200", "train.eval_every=50", "train.checkpoint_every=50"),
+        *("train.steps=500", "train.eval_every=50", "train.checkpoint_every=50"),
         *("train.keep_checkpoints=1", "train.save_updates=true"),
     ]
     subprocess.run(
@@ -225,14 +229,8 @@ def test_host_memory_does_not_grow_over_200_steps(long_config: Path, tmp_path: P
         for i, j in itertools.combinations(range(len(kib)), 2)
         if j - i >= 20
     )
-    # What the next update holds for the moment it is measured in comes and goes, more
-    # so on a busy machine: 7 MiB of it are 24 KiB a step of chance.
-    steps = np.arange(len(kib))
-    errors = np.array(kib) - slope * steps
-    chance = np.std(errors) / (len(kib) ** 0.5 * np.std(steps))
-    # A copy of the model each step, 3 MiB, would be 3,000; measured: 1 to 28 +- 24.
-    assert slope - 3 * chance < 16, f"{slope:.1f} +- {chance:.1f} KiB a step"
-    assert chance < 100, f"{chance:.1f} KiB a step: too noisy to tell"
+    # A copy of the model each step, 3 MiB, would be 3,000; measured: 1 to 2.
+    assert slope < 16, f"{slope:.1f} KiB a step"
 
 
 # --- the record
