@@ -21,11 +21,17 @@ class Question:
             many answers are right.
         entry: the whole reasoning-gym entry (`question`, `answer`, `metadata`),
             picklable. Two questions are equal when text and answer are.
+        family: of questions of one kind, over which accuracy is averaged: with
+            reasoning-gym the data set's name.
+        scorer: which of a run's rewards scores the answers: "" is the task's own,
+            another is the name of an evaluation set that brings its own.
     """
 
     text: str
     answer: str
     entry: dict[str, Any] = field(compare=False, repr=False)
+    family: str = field(default="", compare=False)
+    scorer: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,14 @@ class Task:
     name: str
     train: tuple[Question, ...]
     held_out: tuple[Question, ...]
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """Questions to measure a policy on, under a name of their own."""
+
+    name: str
+    questions: tuple[Question, ...]
 
 
 def reasoning_gym_task(
@@ -177,7 +191,8 @@ def _distinct_questions(
     distinct: dict[str, Question] = {}
     for entry in entries:
         text, answer = entry["question"], entry["answer"]
-        question = Question(text, "" if answer is None else str(answer), entry)
+        answer = "" if answer is None else str(answer)
+        question = Question(text, answer, entry, family=name)
         distinct.setdefault(text, question)
     return list(distinct.values())
 

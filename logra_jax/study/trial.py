@@ -33,7 +33,8 @@ from logra_jax.training.packing import Fields, pack
 from logra_jax.training.policy import mesh_of, method_of, model_directory, trainable
 from logra_jax.training.schema import Config
 from logra_jax.training.schema_mesh import MeshConfig
-from logra_jax.training.schema_update import MonitorConfig, OptimizerConfig
+from logra_jax.training.schema_update import OptimizerConfig
+from logra_jax.training.schema_watch import MonitorConfig
 from logra_jax.training.state import Batch, TrainState, initial_state
 from logra_jax.training.step import StepOptions, build_step
 

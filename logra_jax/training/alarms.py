@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from logra_jax.training.schema_update import MonitorConfig
+from logra_jax.training.schema_watch import MonitorConfig
 
 ALARM_FILE = "alarms.jsonl"
 

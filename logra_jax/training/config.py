@@ -14,22 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from logra_jax.training.checks import require, show
-from logra_jax.training.schema import (
-    Config,
-    EvalConfig,
-    ModelConfig,
-    RewardConfig,
-    RolloutConfig,
-    TaskConfig,
-    TrainConfig,
-)
-from logra_jax.training.schema_update import (
-    KLConfig,
-    MonitorConfig,
-    OptimizerConfig,
-    RLConfig,
-    SketchConfig,
-)
+from logra_jax.training.schema import Config, ModelConfig, TrainConfig
+from logra_jax.training.schema_reward import RewardConfig
+from logra_jax.training.schema_rl import RLConfig
+from logra_jax.training.schema_rollout import RolloutConfig
+from logra_jax.training.schema_task import TaskConfig
+from logra_jax.training.schema_update import KLConfig, OptimizerConfig, SketchConfig
+from logra_jax.training.schema_watch import EvalConfig, MonitorConfig
 
 __all__ = [
     "Config",

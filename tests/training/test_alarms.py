@@ -12,7 +12,7 @@ from logra_jax.training.alarms import (
     find_alarms,
     read_alarms,
 )
-from logra_jax.training.schema_update import MonitorConfig
+from logra_jax.training.schema_watch import MonitorConfig
 
 LIMITS = MonitorConfig()
 # An update of the quickstart, as its journal has it: 2.6 % of the weights change, and
