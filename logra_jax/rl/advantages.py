@@ -5,7 +5,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-ADVANTAGES = ("running_mean", "grpo")
+# Of a whole batch, and of the responses to one prompt.
+OF_BATCHES = ("running_mean", "batch_mean", "reinforce_pp")
+OF_GROUPS = ("grpo", "dr_grpo", "rloo")
+STD_FLOOR = 1e-2
 
 
 class RunningMean(NamedTuple):
@@ -47,8 +50,17 @@ def running_mean(
     return rewards - baseline, after
 
 
+def batch_mean(rewards: Float[Array, " batch"]) -> Float32[Array, " batch"]:
+    r"""Reward minus the batch's mean: :math:`A_i = r_i - \bar r`.
+
+    Reference: REINFORCE with a baseline, Williams, Machine Learning 8, 1992.
+    """
+    rewards = rewards.astype(jnp.float32)
+    return rewards - jnp.mean(rewards)
+
+
 def grpo(
-    rewards: Float[Array, " batch"], group: int, std_floor: float = 1e-2
+    rewards: Float[Array, " batch"], group: int, std_floor: float = STD_FLOOR
 ) -> Float32[Array, " batch"]:
     r"""Reward standardised within its group of responses to one prompt.
 
@@ -61,13 +73,87 @@ def grpo(
         group: responses per prompt; divides the batch.
         std_floor: bound that keeps an almost constant group finite.
 
+    Raises:
+        ValueError: ``group`` does not divide the batch.
+
     Reference: GRPO, DeepSeekMath, arXiv:2402.03300.
     """
+    groups = _groups(rewards, group)
+    deviation = jnp.std(groups, -1, keepdims=True)
+    return (_centred(groups) / jnp.maximum(deviation, std_floor)).reshape(-1)
+
+
+def dr_grpo(rewards: Float[Array, " batch"], group: int) -> Float32[Array, " batch"]:
+    r"""Reward minus its group's mean, not divided: :math:`A_i = r_i - \bar r_g`.
+
+    Dividing by a group's deviation makes much of prompts that are almost always, or
+    almost never, answered. Its paper also divides the loss by a constant number of
+    tokens: ``rl.aggregation=constant``.
+
+    Args and errors are those of :func:`grpo`.
+
+    Reference: Dr. GRPO, arXiv:2503.20783.
+    """
+    return _centred(_groups(rewards, group)).reshape(-1)
+
+
+def rloo(rewards: Float[Array, " batch"], group: int) -> Float32[Array, " batch"]:
+    r"""Reward minus the mean of the *other* responses to its prompt.
+
+    .. math:: A_i = r_i - \frac{1}{n-1} \sum_{j \ne i} r_j
+                  = \frac{n}{n-1} (r_i - \bar r_g)
+
+    A baseline that does not hang on the response itself keeps the gradient unbiased.
+
+    Args and errors are those of :func:`grpo`; a group has at least two responses.
+
+    Reference: RLOO, arXiv:2402.14740 (Kool et al., 2019).
+    """
+    if group < 2:
+        raise ValueError(
+            f"`group` must be at least 2, got {group}: one response has no others to "
+            "be measured against."
+        )
+    return dr_grpo(rewards, group) * (group / (group - 1))
+
+
+def reinforce_pp(
+    rewards: Float[Array, " batch"], group: int = 1, std_floor: float = STD_FLOOR
+) -> Float32[Array, " batch"]:
+    r"""Reward standardised over the whole batch.
+
+    .. math:: A_i = (d_i - \bar d) / \max(\sigma_d, \sigma_{min})
+
+    with :math:`d_i = r_i`, or where a prompt has several responses
+    :math:`d_i = r_i - \bar r_g`. The deviation of a batch is no small-sample estimate,
+    as that of a group is.
+
+    Args and errors are those of :func:`grpo`.
+
+    Reference: REINFORCE++ and its baseline form, arXiv:2501.03262.
+    """
+    groups = _groups(rewards, group)
+    return whiten((groups if group == 1 else _centred(groups)).reshape(-1), std_floor)
+
+
+def whiten(
+    advantages: Float[Array, " batch"], std_floor: float = STD_FLOOR
+) -> Float32[Array, " batch"]:
+    r"""Advantages shifted and scaled to mean 0 and deviation 1 over the batch.
+
+    .. math:: (A_i - \bar A) / \max(\sigma_A, \sigma_{min})
+    """
+    centred = batch_mean(advantages)
+    return centred / jnp.maximum(jnp.std(centred), std_floor)
+
+
+def _groups(rewards: Array, group: int) -> Float32[Array, "prompts group"]:
     if group < 1 or rewards.shape[0] % group:
         raise ValueError(
             f"`group` must divide the batch of {rewards.shape[0]} rewards, got {group}."
         )
-    groups = rewards.astype(jnp.float32).reshape(-1, group)
-    mean = jnp.mean(groups, -1, keepdims=True)
-    deviation = jnp.std(groups, -1, keepdims=True)
-    return ((groups - mean) / jnp.maximum(deviation, std_floor)).reshape(-1)
+    return rewards.astype(jnp.float32).reshape(-1, group)
+
+
+def _centred(groups: Array) -> Array:
+    return groups - jnp.mean(groups, -1, keepdims=True)

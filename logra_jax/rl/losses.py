@@ -7,6 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32
 
+from logra_jax.algorithm.divergence import exp_excess
+
+LOSSES = ("ppo", "reinforce", "cispo", "gspo")
+AGGREGATIONS = ("token", "sequence", "constant")
+KL_ESTIMATORS = ("k3", "k2")
 MAX_LOG_RATIO = 80.0  # nats; exp of it is finite in float32
 
 
@@ -124,28 +129,235 @@ def correct_mismatch(
     return Correction(weights, is_kept & (ratio > cap), is_masked)
 
 
-def corrected_policy_gradient(
+def policy_loss(
+    kind: str,
+    logprobs: Float[Array, "batch time"],
+    old_logprobs: Float[Array, "batch time"],
+    advantages: Float[Array, " batch"],
+    mask: Bool[Array, "batch time"],
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    total: Callable[[Array], Array] | None = None,
+    weights: Float[Array, "batch time"] | None = None,
+) -> tuple[Float32[Array, "batch time"], Bool[Array, "batch time"]]:
+    """One of ``LOSSES`` per token, each token weighted; to be minimised.
+
+    Against the policy itself (``old_logprobs`` its own, held constant) the ratio is 1,
+    no clip acts, and all of them are the policy gradient.
+
+    Args:
+        kind: of the loss.
+        logprobs: of the trained policy.
+        old_logprobs: of the policy that the ratio is to.
+        advantages: of each response, spread over its tokens.
+        mask: True on sampled tokens; elsewhere the loss is 0.
+        clip_low: see the loss.
+        clip_high: see the loss.
+        total: sums values (batch, time) over each token's response, where that is not
+            its row.
+        weights: of :func:`correct_mismatch`, constants; where one is 0 so is the loss.
+
+    Returns:
+        Loss per token, and where the clip acted.
+
+    Raises:
+        ValueError: an unknown ``kind``.
+    """
+    # NaN counts, and shows.
+    counts = mask if weights is None else mask & (weights != 0)
+    policies = (logprobs, old_logprobs, advantages, counts)
+    if kind == "reinforce":
+        loss, clipped = reinforce(logprobs, advantages, counts), jnp.zeros_like(mask)
+    elif kind == "ppo":
+        loss, clipped = ppo_clip(*policies, clip_low=clip_low, clip_high=clip_high)
+    elif kind == "cispo":
+        loss, clipped = cispo(*policies, clip_low=clip_low, clip_high=clip_high)
+    elif kind == "gspo":
+        bounds = {"clip_low": clip_low, "clip_high": clip_high}
+        loss, clipped = gspo(*policies, **bounds, total=total)
+    else:
+        raise ValueError(f"`kind` must be one of {', '.join(LOSSES)}, got {kind!r}.")
+    return (loss if weights is None else weights * loss), clipped
+
+
+def reinforce(
     logprobs: Float[Array, "batch time"],
     advantages: Float[Array, " batch"],
-    correction: Correction,
+    mask: Bool[Array, "batch time"],
 ) -> Float32[Array, "batch time"]:
-    r"""The policy gradient's surrogate per token, weighted; to be minimised.
+    r"""The score-function surrogate per token: :math:`L_t = -A \log p_t`.
+
+    No ratio and no clip: several updates on one batch, or responses of older weights,
+    bias it.
+
+    Reference: REINFORCE, Williams, Machine Learning 8, 1992.
+    """
+    logprobs = jnp.where(mask, logprobs.astype(jnp.float32), 0.0)
+    return -advantages.astype(jnp.float32)[:, None] * logprobs
+
+
+def cispo(
+    logprobs: Float[Array, "batch time"],
+    old_logprobs: Float[Array, "batch time"],
+    advantages: Float[Array, " batch"],
+    mask: Bool[Array, "batch time"],
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 0.2,
+) -> tuple[Float32[Array, "batch time"], Bool[Array, "batch time"]]:
+    r"""REINFORCE with a clipped importance weight: no token loses its gradient.
 
     .. math::
-        L_t = -w_t \rho_t A, \qquad \rho_t = p_t / \operatorname{stop\_gradient}(p_t)
+        L_t = -\operatorname{stop\_gradient}\big(
+              \operatorname{clip}(\rho_t, 1 - c_{low}, 1 + c_{high})\big) A \log p_t,
+        \qquad \rho_t = \exp(\log p_t - \log p^{old}_t)
 
-    This is :func:`ppo_clip` against the policy itself: one update per batch starts
-    where the ratio is 1, and no clip acts.
+    Its paper has no lower bound: ``clip_low`` 1. Arguments are those of
+    :func:`ppo_clip`.
+
+    Returns:
+        Loss per token, and where the weight was clipped.
+
+    Reference: CISPO, MiniMax-M1, arXiv:2506.13585.
+    """
+    d = jnp.where(mask, logprobs - old_logprobs, 0.0).astype(jnp.float32)
+    ratio = lax.stop_gradient(jnp.exp(_clamp(d)))
+    weight = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
+    is_clipped = mask & (weight != ratio)
+    return weight * reinforce(logprobs, advantages, mask), is_clipped
+
+
+def gspo(
+    logprobs: Float[Array, "batch time"],
+    old_logprobs: Float[Array, "batch time"],
+    advantages: Float[Array, " batch"],
+    mask: Bool[Array, "batch time"],
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    total: Callable[[Array], Array] | None = None,
+) -> tuple[Float32[Array, "batch time"], Bool[Array, "batch time"]]:
+    r"""PPO's clipped surrogate with the ratio of whole responses, per token.
+
+    .. math::
+        L_t = -\min\big(s_t A,\; \operatorname{clip}(s_t, 1 - c_{low}, 1 + c_{high})
+              A\big), \qquad
+        s_t = \operatorname{stop\_gradient}(s / p_t)\, p_t, \quad
+        s = \exp\Big(\tfrac{1}{|y|} \sum_t \log p_t - \log p^{old}_t\Big)
+
+    Averaged over each response's tokens (``rl.aggregation=sequence``) this has the
+    value and the gradient of its paper's sequence loss. Its ratios are means of many
+    tokens: the clip is hundreds of times narrower than PPO's.
 
     Args:
         logprobs: of the trained policy.
-        advantages: of each response, spread over its tokens.
-        correction: of :func:`correct_mismatch`; where its weight is 0 the loss is 0.
+        old_logprobs: of the policy that sampled, at the same temperature.
+        advantages: of each response.
+        mask: True on sampled tokens; elsewhere the loss is 0.
+        clip_low: c_low.
+        clip_high: c_high.
+        total: sums values (batch, time) over each token's response, where that is not
+            its row.
+
+    Returns:
+        Loss per token, and where the clip cut the gradient off: whole responses.
+
+    Reference: GSPO, and its token form, arXiv:2507.18071.
     """
-    weights = correction.weights
-    counts = weights != 0  # NaN counts, and shows
-    loss, _ = ppo_clip(logprobs, lax.stop_gradient(logprobs), advantages, counts)
-    return weights * loss
+    total = total or (lambda values: jnp.sum(values, axis=-1, keepdims=True))
+    logprobs = jnp.where(mask, logprobs.astype(jnp.float32), 0.0)
+    d = jnp.where(mask, logprobs - old_logprobs, 0.0)
+    mean = total(d) / jnp.maximum(total(mask.astype(jnp.float32)), 1.0)
+    held = lax.stop_gradient(jnp.broadcast_to(mean, mask.shape))
+    # As if each token's log-ratio were the mean, with a gradient of its own.
+    log_ratio = held + logprobs - lax.stop_gradient(logprobs)
+    zeros = jnp.zeros_like(log_ratio)
+    return ppo_clip(
+        log_ratio, zeros, advantages, mask, clip_low=clip_low, clip_high=clip_high
+    )
+
+
+def token_scale(
+    mask: Bool[Array, "batch time"],
+    counts: Bool[Array, " batch"] | None = None,
+    *,
+    aggregation: str = "token",
+    length: int = 0,
+) -> Float32[Array, " batch"]:
+    r"""The weight of each of a response's tokens in the loss of the batch.
+
+    With N responses that count, of :math:`n_i` tokens each:
+
+    - ``token``: :math:`1 / \sum_j n_j`, every token alike (DAPO, arXiv:2503.14476);
+    - ``sequence``: :math:`1 / (N n_i)`, every response alike (GRPO, arXiv:2402.03300);
+    - ``constant``: :math:`1 / (N L)`, the sum of a response's tokens over a constant
+      length L (Dr. GRPO, arXiv:2503.20783).
+
+    Args:
+        mask: sampled tokens.
+        counts: responses that count; 0 for the others. None counts all.
+        aggregation: one of ``AGGREGATIONS``.
+        length: L, tokens.
+
+    Raises:
+        ValueError: an unknown ``aggregation``, or no ``length`` for ``constant``.
+    """
+    counts = jnp.ones(mask.shape[0], bool) if counts is None else counts
+    lengths = jnp.sum(mask, axis=-1) * counts
+    responses = jnp.maximum(jnp.sum(counts), 1)
+    if aggregation == "token":
+        tokens = jnp.maximum(jnp.sum(lengths), 1)
+        scale = jnp.broadcast_to(1.0 / tokens, lengths.shape)
+    elif aggregation == "sequence":
+        scale = 1.0 / (responses * jnp.maximum(lengths, 1))
+    elif aggregation == "constant":
+        if length < 1:
+            raise ValueError(f"`length` must be at least 1 token, got {length}.")
+        scale = jnp.broadcast_to(1.0 / (responses * length), lengths.shape)
+    else:
+        known = ", ".join(AGGREGATIONS)
+        raise ValueError(f"`aggregation` must be one of {known}, got {aggregation!r}.")
+    return jnp.where(counts, scale, 0.0).astype(jnp.float32)
+
+
+def reference_kl(
+    logprobs: Float[Array, "batch time"],
+    reference_logprobs: Float[Array, "batch time"],
+    mask: Bool[Array, "batch time"],
+    *,
+    estimator: str = "k3",
+) -> Float32[Array, "batch time"]:
+    r"""An estimate of ``KL(policy || reference)`` from each sampled token, in nats.
+
+    With :math:`d = \log p^{ref}_t - \log p_t`:
+
+    - ``k3``: :math:`e^d - 1 - d`, unbiased where the policy itself sampled, and never
+      negative; as a loss its gradient is that of the KL the other way round;
+    - ``k2``: :math:`d^2 / 2`, biased, and as a loss its gradient is that of this KL,
+      where the policy itself sampled.
+
+    Args:
+        logprobs: of the trained policy; the gradient goes through them.
+        reference_logprobs: of the same tokens, at the same temperature.
+        mask: True on sampled tokens; 0 elsewhere.
+        estimator: one of ``KL_ESTIMATORS``.
+
+    Raises:
+        ValueError: an unknown ``estimator``.
+
+    References:
+        Schulman, Approximating KL Divergence, 2020; in the loss, k3: GRPO,
+        arXiv:2402.03300; gradients: Tang and Munos, arXiv:2506.09477.
+    """
+    d = reference_logprobs - logprobs
+    d = _clamp(jnp.where(mask, d.astype(jnp.float32), 0.0))
+    if estimator == "k3":
+        return exp_excess(d)
+    if estimator == "k2":
+        return jnp.square(d) / 2
+    known = ", ".join(KL_ESTIMATORS)
+    raise ValueError(f"`estimator` must be one of {known}, got {estimator!r}.")
 
 
 def _clamp(log_ratio: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:

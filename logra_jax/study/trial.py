@@ -30,13 +30,14 @@ from logra_jax.training.assemble import (
 from logra_jax.training.layout import Layout, batch_specs, build_layout
 from logra_jax.training.methods import Method, weights_of
 from logra_jax.training.packing import Fields, pack
+from logra_jax.training.parts import StepOptions
 from logra_jax.training.policy import mesh_of, method_of, model_directory, trainable
 from logra_jax.training.schema import Config
 from logra_jax.training.schema_mesh import MeshConfig
 from logra_jax.training.schema_update import OptimizerConfig
 from logra_jax.training.schema_watch import MonitorConfig
 from logra_jax.training.state import Batch, TrainState, initial_state
-from logra_jax.training.step import StepOptions, build_step
+from logra_jax.training.step import build_step
 
 PROMPT = 32  # tokens that a prompt has at least
 Kind = Literal["logra", "adamw", "lora"]

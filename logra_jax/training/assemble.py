@@ -19,11 +19,12 @@ from logra_jax.training.layout import Layout
 from logra_jax.training.monitor import Monitor, build_monitor
 from logra_jax.training.objective import LossOptions
 from logra_jax.training.packing import Fields, pack
+from logra_jax.training.parts import StepOptions
 from logra_jax.training.paths import default_cache_dir
 from logra_jax.training.policy import Policy
 from logra_jax.training.schema import Config
 from logra_jax.training.state import Batch
-from logra_jax.training.step import Step, StepOptions, build_step
+from logra_jax.training.step import Step, build_step
 
 Item = TypeVar("Item")
 

@@ -16,8 +16,13 @@ from logra_jax.algorithm import alignment
 from logra_jax.algorithm.capture import Measure, Tap, measurements, tapped
 from logra_jax.models.sharding import on_host
 from logra_jax.rl.advantages import RunningMean
-from logra_jax.training.objective import LossOptions, advantages_of, policy_terms
-from logra_jax.training.state import Batch, TrainState, evenly, rows
+from logra_jax.training.objective import (
+    LossOptions,
+    advantages_of,
+    judge,
+    policy_terms,
+)
+from logra_jax.training.state import Batch, Credit, TrainState, evenly
 
 Monitor = Callable[[TrainState, Batch], dict[str, float]]
 # (weights, advantages' baseline, batch) -> by layer path and name of measurement
@@ -102,11 +107,17 @@ def build_cotangents(
     def cotangents(
         weights: nnx.State, baseline: RunningMean, batch: Batch
     ) -> nnx.State:
-        advantages, _ = advantages_of(batch.rewards, baseline, options)
+        credit = batch.credit
+        if credit is None:
+            credit = Credit(advantages_of(batch.rewards, baseline, options)[0])
         size = len(batch.rewards)
         count = min(responses, size)
         chosen = jnp.array(evenly(count, size))
-        few = unshare_prefix(rows(batch, lambda a: a[chosen]))
+        few, credit = (
+            jax.tree.map(lambda a: a[chosen], part)
+            for part in (batch._replace(prefix=None, packed=None, credit=None), credit)
+        )
+        few = unshare_prefix(few._replace(prefix=batch.prefix))
         new = few.completions.shape[1]
         tokens = count * (few.prompts.shape[1] + new - 1)
         model = nnx.merge(graph, probes, weights)
@@ -117,8 +128,8 @@ def build_cotangents(
 
         def loss(taps: nnx.State) -> Array:
             model = nnx.merge(tapped_graph, taps, rest)
-            terms = policy_terms(model, few, advantages[chosen], options)
-            return jnp.sum(terms.loss) / jnp.maximum(jnp.sum(few.mask), 1)
+            terms = policy_terms(model, few, judge(few, credit, options), options)
+            return jnp.sum(terms.loss)
 
         return jax.grad(loss)(taps)
 

@@ -29,6 +29,7 @@ class PackedRows(NamedTuple):
     mask: Bool[Array, "*rows time"]  # is there one to predict
     logprob: Float[Array, "*rows time"]  # the engine's
     response: Int[Array, "*rows time"]  # the row of the batch it comes from
+    place: Int[Array, "*rows time"]  # and which token of that row's completion it is
     targets: Int[Array, "*rows"]  # to predict in the row; most of all devices
 
 
@@ -142,7 +143,7 @@ def _empty(shape: tuple[int, int, int]) -> PackedRows:
     # numpy's, until they are put on a device
     arrays: dict[str, Any] = {
         name: np.zeros(shape, np.int32)
-        for name in ("tokens", "positions", "column", "target", "response")
+        for name in ("tokens", "positions", "column", "target", "response", "place")
     }
     arrays |= {
         "segments": np.broadcast_to(padding, shape).copy(),
@@ -174,5 +175,6 @@ def _fill(
         row.target[here] = fields.completions[i, sampled]
         row.logprob[here] = fields.logprobs[i, sampled]
         row.response[here] = i
+        row.place[here] = sampled
         row.mask[here] = True
         start, filled = stop, here.stop

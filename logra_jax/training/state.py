@@ -2,6 +2,7 @@
 
 from typing import NamedTuple, cast
 
+import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
@@ -20,6 +21,16 @@ class TrainState(NamedTuple):
     optimizer: optax.OptState  # sketch-shaped or smaller
     controller: PredictedKLState
     baseline: RunningMean
+    position: Int32[Array, ""]  # prompts drawn from the stream of questions
+
+
+class Credit(NamedTuple):
+    """How the responses of a batch are judged, before its first update."""
+
+    advantages: Float32[Array, " batch"]
+    # Log-probs of the sampled tokens, at the sampling temperature, where needed:
+    old: Float32[Array, "batch new"] | None = None  # of the policy before the batch
+    reference: Float32[Array, "batch new"] | None = None  # of the reference
 
 
 class Batch(NamedTuple):
@@ -32,7 +43,9 @@ class Batch(NamedTuple):
     mask: Bool[Array, "batch new"]  # sampled tokens
     logprobs: Float32[Array, "batch new"]  # the engine's, at the sampling temperature
     rewards: Float32[Array, " batch"]
+    counts: Bool[Array, " batch"] | None = None  # has a say in the loss; None is all
     packed: Packed | None = None  # the same in rows of tokens, for the gradients
+    credit: Credit | None = None  # None: the update judges by the rewards alone
 
 
 def initial_state(
@@ -48,6 +61,7 @@ def initial_state(
         optimizer.init(probes),
         cast(PredictedKLState, controller.init(probes)),
         RunningMean.zero(),
+        jnp.zeros((), jnp.int32),
     )
 
 
@@ -62,11 +76,6 @@ def evenly(count: int, size: int) -> list[int]:
 
 def rows(batch: Batch, select) -> Batch:
     """``batch`` with ``select`` applied to every per-row array; nothing is packed."""
-    return batch._replace(
-        packed=None,
-        **{
-            name: select(value)
-            for name, value in batch._asdict().items()
-            if name not in ("prefix", "packed")
-        },
-    )
+    apart = {"prefix": batch.prefix, "packed": None}
+    selected = jax.tree.map(select, batch._replace(prefix=None, packed=None))
+    return selected._replace(**apart)

@@ -5,7 +5,7 @@ import pytest
 
 from logra_jax.rl.losses import (
     correct_mismatch,
-    corrected_policy_gradient,
+    policy_loss,
     ppo_clip,
 )
 
@@ -110,7 +110,10 @@ def corrected(logprobs, engine, advantages, mask=MASK, **options):
 
     def total(logprobs):
         correction = correct_mismatch(logprobs, engine, mask, **options)
-        loss = corrected_policy_gradient(logprobs, advantages, correction)
+        old = jax.lax.stop_gradient(logprobs)
+        loss, _ = policy_loss(
+            "ppo", logprobs, old, advantages, mask, weights=correction.weights
+        )
         return jnp.sum(loss), (loss, correction)
 
     slopes, (loss, correction) = jax.grad(total, has_aux=True)(logprobs)

@@ -32,8 +32,9 @@ from logra_jax.training.methods import (
     weights_of,
 )
 from logra_jax.training.objective import LossOptions
+from logra_jax.training.parts import StepOptions
 from logra_jax.training.state import Batch
-from logra_jax.training.step import StepOptions, build_step
+from logra_jax.training.step import build_step
 
 # Sizes that tell weights, sketches and activations apart in a compiled program.
 LAYERS, HIDDEN, FFN, VOCAB, RANK = 2, 32, 64, 96, 4

@@ -24,9 +24,10 @@ from logra_jax.training.config import Config, load_config
 from logra_jax.training.journal import deterministic, read_metrics
 from logra_jax.training.layout import build_layout
 from logra_jax.training.methods import Method, weights_of
+from logra_jax.training.parts import Parts, StepOptions
 from logra_jax.training.policy import method_of, trainable
 from logra_jax.training.state import Batch
-from logra_jax.training.step import StepOptions, _Parts, accumulate
+from logra_jax.training.step import accumulate
 
 Run = Callable[..., Path]
 KINDS = ("adamw", "lora")
@@ -309,7 +310,7 @@ def test_gradients_and_updates_on_a_mesh_are_those_of_one_device(
     def update(method, layout):
         """Gradients, and weights after a step of their signs."""
         advantages = jnp.array([1.0, -1.0, 0.5, 0.25])
-        pieces = _Parts(method, options, layout)
+        pieces = Parts(method, options, layout)
 
         def run(weights, batch):
             gradients, _ = accumulate(

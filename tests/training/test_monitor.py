@@ -87,7 +87,7 @@ def batch_of(rewards=(1.0, 0.0, 0.25, 0.0), prefix: int = 4) -> Batch:
 
 
 def state_of(weights: nnx.State) -> TrainState:
-    return TrainState(jnp.int32(0), weights, (), None, RunningMean.zero())  # pyright: ignore
+    return TrainState(jnp.int32(0), weights, (), None, RunningMean.zero(), jnp.int32(0))  # pyright: ignore
 
 
 def the_sketch(x, g, A):
@@ -97,7 +97,8 @@ def the_sketch(x, g, A):
 def test_the_measured_gradient_is_the_one_that_the_update_sketches():
     """Of all responses, its sketch is that of the training step, padding and all."""
     from logra_jax.training.methods import logra_method
-    from logra_jax.training.step import StepOptions, accumulate
+    from logra_jax.training.parts import StepOptions
+    from logra_jax.training.step import accumulate
 
     p, batch = policy(), batch_of()
     method = logra_method(

@@ -27,8 +27,9 @@ from logra_jax.training.objective import (
     response_hidden,
 )
 from logra_jax.training.packing import Fields, first_fit, most_rows, pack
+from logra_jax.training.parts import StepOptions
 from logra_jax.training.state import Batch, initial_state
-from logra_jax.training.step import StepOptions, accumulate, build_step
+from logra_jax.training.step import accumulate, build_step
 
 VOCAB = 44
 CONFIG = DecoderConfig(

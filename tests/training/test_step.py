@@ -16,8 +16,9 @@ from logra_jax.models.hf import load_decoder
 from logra_jax.models.tokenizer import ChatTokenizer
 from logra_jax.training.methods import Method, logra_method
 from logra_jax.training.objective import LossOptions, response_hidden
+from logra_jax.training.parts import StepOptions
 from logra_jax.training.state import Batch, TrainState, initial_state
-from logra_jax.training.step import StepOptions, _share, accumulate, build_step
+from logra_jax.training.step import _share, accumulate, build_step
 
 BASIS = logra.Basis(seed=7)
 RANK = 8

@@ -16,8 +16,9 @@ from logra_jax.models.decoder import REMAT
 from logra_jax.models.hf import load_decoder
 from logra_jax.training.methods import logra_method
 from logra_jax.training.objective import LossOptions
+from logra_jax.training.parts import StepOptions
 from logra_jax.training.state import Batch, initial_state
-from logra_jax.training.step import StepOptions, build_step
+from logra_jax.training.step import build_step
 
 BASIS = logra.Basis()
 LOSS = LossOptions(
