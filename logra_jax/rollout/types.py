@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Bool, Float32, Int32, Key
+from jaxtyping import Bool, Float32, Int, Int32, Key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +84,43 @@ class Engine(Protocol):
     ) -> Completions:
         """Sample one completion for each prompt, in order."""
         ...
+
+
+def take_rows(completions: Completions, rows: Int[np.ndarray, " rows"]) -> Completions:
+    """Some of the completions, in the order of ``rows``."""
+    prompts = completions.prompts
+    few = jax.tree.map(lambda a: a[rows], completions._replace(prompts=None))
+    return few._replace(
+        prompts=Prompts(prompts.prefix, prompts.tokens[rows], prompts.lengths[rows])
+    )
+
+
+def concatenate(parts: Sequence[Completions]) -> Completions:
+    """Completions of several batches as one, prompts padded to the widest.
+
+    Raises:
+        ValueError: they do not share a prefix.
+    """
+    first, *others = parts
+    if not others:
+        return first
+    prefix = first.prompts.prefix
+    if any(not np.array_equal(prefix, other.prompts.prefix) for other in others):
+        raise ValueError("`parts` must share one prefix; sample them with one engine.")
+    width = max(part.prompts.tokens.shape[1] for part in parts)
+
+    def widened(prompts: Prompts) -> np.ndarray:
+        missing = width - prompts.tokens.shape[1]
+        return np.pad(prompts.tokens, ((0, 0), (missing, 0)))
+
+    prompts = Prompts(
+        prefix,
+        np.concatenate([widened(part.prompts) for part in parts]),
+        np.concatenate([part.prompts.lengths for part in parts]),
+    )
+    bare = [part._replace(prompts=None) for part in parts]
+    whole = jax.tree.map(lambda *a: np.concatenate(a), *bare)
+    return whole._replace(prompts=prompts)
 
 
 def common_prefix(prompts: Sequence[Sequence[int]]) -> tuple[int, ...]:

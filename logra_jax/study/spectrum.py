@@ -114,7 +114,7 @@ def measure_spectrum(
         )
     with phase("reward"):
         scores = rewards.score(questions, texts)
-    batch = to_batch(completions, scores)
+    batch = to_batch(completions, scores.values)
     measure = build_measuring(
         policy.graph,
         policy.probes,

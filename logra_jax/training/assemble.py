@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Key
+from jaxtyping import Array, Bool, Float, Key
 
 from logra_jax.algorithm.predicted_kl import scale_by_predicted_kl
 from logra_jax.algorithm.row_adam import scale_by_row_adam
-from logra_jax.rl.rewards import ReasoningGymReward, RewardPool, Rewards
+from logra_jax.rl.rewards import ReasoningGymReward, RewardPool
 from logra_jax.rl.tasks import Question, Task, draw, reasoning_gym_task
 from logra_jax.rollout.types import Completions, Sampling
 from logra_jax.training.budget import build_budget
@@ -22,6 +23,7 @@ from logra_jax.training.packing import Fields, pack
 from logra_jax.training.parts import StepOptions
 from logra_jax.training.paths import default_cache_dir
 from logra_jax.training.policy import Policy
+from logra_jax.training.prepare import Prepare, build_prepare
 from logra_jax.training.schema import Config
 from logra_jax.training.state import Batch
 from logra_jax.training.step import Step, build_step
@@ -98,18 +100,38 @@ def build_training_step(
     controller: optax.GradientTransformationExtraArgs,
 ) -> Step:
     """The jitted update of this config."""
-    options = StepOptions(
+    options = step_options_of(config)
+    return build_step(policy.method, optimizer, controller, options, policy.layout)
+
+
+def build_training_prepare(config: Config, policy: Policy) -> Prepare | None:
+    """What comes before the updates of a batch; None where nothing has to."""
+    makes_several = config.rl.updates_per_batch > 1
+    if not makes_several and config.reference.policy != "base":
+        return None
+    return build_prepare(
+        policy.method,
+        step_options_of(config),
+        policy.layout,
+        needs_old=makes_several and config.correction != "none",
+        rows=config.train.microbatch,
+        row_tokens=config.train.microbatch_tokens,
+    )
+
+
+def step_options_of(config: Config) -> StepOptions:
+    """The static choices of an update."""
+    return StepOptions(
         loss=loss_options_of(config),
         microbatch=config.train.microbatch,
         kl_estimator=config.kl.estimator,
         kl_share=config.kl.share,
     )
-    return build_step(policy.method, optimizer, controller, options, policy.layout)
 
 
 def loss_options_of(config: Config) -> LossOptions:
     """The policy loss, of the training step and of measurements beside it."""
-    rl, keep = config.rl, config.rl.correction_mask
+    rl, keep, reference = config.rl, config.rl.correction_mask, config.reference
     return LossOptions(
         temperature=config.rollout.temperature,
         advantage=rl.advantage,
@@ -120,6 +142,13 @@ def loss_options_of(config: Config) -> LossOptions:
         correction=config.correction,
         correction_cap=rl.correction_cap,
         correction_mask=None if keep is None else (keep[0], keep[1]),
+        std_floor=rl.std_floor,
+        whiten=rl.whiten,
+        loss=rl.loss,
+        aggregation=rl.aggregation,
+        length=config.rollout.max_new_tokens,
+        reference_weight=0.0 if reference.policy == "none" else reference.weight,
+        reference_estimator=reference.estimator,
     )
 
 
@@ -142,28 +171,33 @@ def sampling_of(config: Config) -> Sampling:
     )
 
 
-def training_questions(config: Config, task: Task, step: int) -> list[Question]:
-    """The questions of one update's batch, each as often as it is answered."""
+def training_questions(config: Config, task: Task, position: int) -> list[Question]:
+    """The questions of one batch, each as often as it is answered.
+
+    ``position`` is that of its first in the run's stream of questions.
+    """
     group = config.rl.responses_per_prompt
     count = config.train.batch // group
-    drawn = draw(task.train, count, seed=config.seed, start=step * count)
+    drawn = draw(task.train, count, seed=config.seed, start=position)
     return [question for question in drawn for _ in range(group)]
 
 
 def to_batch(
     completions: Completions,
-    rewards: Rewards,
+    rewards: Float[np.ndarray, " batch"],
     microbatch_tokens: int | None = None,
     layout: Layout | None = None,
+    counts: Bool[np.ndarray, " batch"] | None = None,
 ) -> Batch:
     """Responses and their scores as the training step takes them.
 
     Args:
         completions: the responses.
-        rewards: their scores.
+        rewards: of them.
         microbatch_tokens: tokens of the rows that they are packed into; None packs
             nothing.
         layout: puts the rows on its mesh; None for one device.
+        counts: which of them have a say in the loss; None is all.
 
     Raises:
         ValueError: a response is longer than ``microbatch_tokens``.
@@ -187,7 +221,8 @@ def to_batch(
         "completions": completions.tokens,
         "mask": completions.mask,
         "logprobs": completions.logprobs,
-        "rewards": rewards.values,
+        "rewards": rewards.astype(np.float32),
+        "counts": counts,
     }
     batch = Batch(**on_host)
     return layout.put_batch(batch) if layout else jax.device_put(batch)
@@ -198,12 +233,22 @@ def repeat_to(items: Sequence[Item], count: int) -> list[Item]:
     return [items[i % len(items)] for i in range(count)]
 
 
-def stream_key(seed: int, stream: str, step: int) -> Key[Array, ""]:
-    """The PRNG key of one step of a stream, "rollout" or "eval"."""
-    return _stream_key(jax.device_put(np.uint32(step)), seed=seed, stream=stream)
+def stream_key(seed: int, stream: str, step: int, attempt: int = 0) -> Key[Array, ""]:
+    """The PRNG key of one step of a stream, "rollout" or "eval".
+
+    Those of the attempts at one step are keys of their own.
+    """
+    counts = jax.device_put((np.uint32(step), np.uint32(attempt)))
+    return _stream_key(*counts, seed=seed, stream=stream)
 
 
 @functools.partial(jax.jit, static_argnames=("seed", "stream"))
-def _stream_key(step: Array, *, seed: int, stream: str) -> Key[Array, ""]:
+def _stream_key(
+    step: Array, attempt: Array, *, seed: int, stream: str
+) -> Key[Array, ""]:
     key = jax.random.fold_in(jax.random.key(seed), {"rollout": 1, "eval": 2}[stream])
-    return jax.random.fold_in(key, step)
+    key = jax.random.fold_in(key, step)
+    again = jax.random.fold_in(key, attempt)
+    return jax.random.wrap_key_data(
+        jnp.where(attempt > 0, jax.random.key_data(again), jax.random.key_data(key))
+    )

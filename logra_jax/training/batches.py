@@ -1,6 +1,6 @@
 """The responses that each update learns from, sampled ahead where the engine can."""
 
-import concurrent.futures
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import numpy as np
@@ -25,10 +25,11 @@ class Responses(NamedTuple):
 
 
 class Batches:
-    """Samples the batch of each update; up to ``rollout.staleness`` of them ahead.
+    """Samples batches; what the updates to come need, ``rollout.staleness`` ahead.
 
-    Batch ``i`` is asked for after update ``i - staleness`` at the earliest: the weights
-    that its tokens are sampled from are at most that many updates old.
+    The batch that is trained on after ``i`` updates is asked for after ``i -
+    staleness`` of them at the earliest: the weights that its tokens are sampled from
+    are at most that many updates old. It makes ``rl.updates_per_batch`` updates.
 
     Args:
         config: of the run.
@@ -43,25 +44,35 @@ class Batches:
         self._config, self._task, self._policy = config, task, policy
         self._remote = remote
         self._sampling = sampling_of(config)
-        self._ahead: dict[int, concurrent.futures.Future[Completions]] = {}
+        self._stride = config.rl.updates_per_batch
+        self.prompts = config.train.batch // config.rl.responses_per_prompt
+        self._ahead: dict[tuple[int, int], Future[Completions]] = {}
 
-    def take(self, index: int, weights: nnx.State) -> Responses:
-        """The batch of the update from version ``index`` to the next.
+    def take(
+        self, index: int, position: int, weights: nnx.State, attempt: int = 0
+    ) -> Responses:
+        """A batch for the update from version ``index`` to the next.
+
+        Args:
+            index: updates done.
+            position: of its questions in their stream.
+            weights: to sample from.
+            attempt: number of the batch among those that are sampled for this update.
 
         Raises:
             ServerError: the servers cannot give it.
         """
-        questions = training_questions(self._config, self._task, index)
+        questions = training_questions(self._config, self._task, position)
         if self._remote is None:
-            key = stream_key(self._config.seed, "rollout", index)
+            key = stream_key(self._config.seed, "rollout", index, attempt)
             answer = self._policy.respond(weights, questions, self._sampling, key)
             return Responses(questions, *answer)
 
         def wait() -> Completions:
-            is_ahead = index in self._ahead
-            self.start(index)
+            is_ahead = (index, attempt) in self._ahead
+            self.start(index, position, attempt)
             try:
-                return self._ahead.pop(index).result()
+                return self._ahead.pop((index, attempt)).result()
             except ServerError as error:
                 self.cancel()
                 if not is_ahead or error.kind == "refused":
@@ -71,21 +82,28 @@ class Batches:
         completions = self._remote.persist(index, weights, wait)
         return Responses(questions, completions, self._policy.decode(completions))
 
-    def start_ahead(self, index: int) -> None:
-        """Ask for the batches after ``index`` that may be sampled already."""
-        last = min(index + self._config.rollout.staleness, self._config.train.steps - 1)
-        for later in range(index + 1, last + 1):
-            self.start(later)
+    def start_ahead(self, index: int, position: int) -> None:
+        """Ask for the batches to come that may be sampled already.
 
-    def start(self, index: int) -> None:
-        """Ask for one batch, unless that has been done."""
+        Args:
+            index: updates done.
+            position: in the stream of questions, after the batch of that update.
+        """
+        last = min(index + self._config.rollout.staleness, self._config.train.steps - 1)
+        following = index - index % self._stride + self._stride
+        for later in range(following, last + 1, self._stride):
+            self.start(later, position)
+            position += self.prompts
+
+    def start(self, index: int, position: int, attempt: int = 0) -> None:
+        """Ask for one batch, unless that has been done; see :meth:`take`."""
         engine = self._policy.engine
-        if index in self._ahead or not isinstance(engine, SGLangEngine):
+        if (index, attempt) in self._ahead or not isinstance(engine, SGLangEngine):
             return
-        questions = training_questions(self._config, self._task, index)
-        key = stream_key(self._config.seed, "rollout", index)
+        questions = training_questions(self._config, self._task, position)
+        key = stream_key(self._config.seed, "rollout", index, attempt)
         prompts = self._policy.encode(questions)
-        self._ahead[index] = engine.start(prompts, self._sampling, key)
+        self._ahead[index, attempt] = engine.start(prompts, self._sampling, key)
 
     def cancel(self) -> None:
         """Give up what is under way."""

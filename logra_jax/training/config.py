@@ -16,7 +16,7 @@ from typing import Any, Literal
 from logra_jax.training.checks import require, show
 from logra_jax.training.schema import Config, ModelConfig, TrainConfig
 from logra_jax.training.schema_reward import RewardConfig
-from logra_jax.training.schema_rl import RLConfig
+from logra_jax.training.schema_rl import ReferenceConfig, RLConfig, ShapingConfig
 from logra_jax.training.schema_rollout import RolloutConfig
 from logra_jax.training.schema_task import TaskConfig
 from logra_jax.training.schema_update import KLConfig, OptimizerConfig, SketchConfig
@@ -30,8 +30,10 @@ __all__ = [
     "MonitorConfig",
     "OptimizerConfig",
     "RLConfig",
+    "ReferenceConfig",
     "RewardConfig",
     "RolloutConfig",
+    "ShapingConfig",
     "SketchConfig",
     "TaskConfig",
     "TrainConfig",

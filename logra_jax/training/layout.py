@@ -214,6 +214,13 @@ def first_state(
     return jax.jit(init, donate_argnums=0, out_shardings=where)(weights)
 
 
+def put_whole(value: Any, layout: Layout | None) -> Array:
+    """An array that every process holds on every device of the mesh."""
+    if layout is None:
+        return jax.device_put(value)
+    return put_everywhere(value, NamedSharding(layout.mesh, REPLICATED))
+
+
 def on_parts(
     layout: Layout | None, f: Callable, in_specs: tuple, out_specs: Any
 ) -> Callable:

@@ -8,13 +8,11 @@ from datetime import datetime
 from pathlib import Path
 
 import jax
-import numpy as np
 from flax import nnx
 
-from logra_jax.rl.rewards import RewardPool, Rewards
+from logra_jax.rl.rewards import RewardPool
 from logra_jax.rl.tasks import Task
 from logra_jax.rollout.servers import ServerError
-from logra_jax.rollout.types import Completions
 from logra_jax.training.assemble import (
     build_controller,
     build_optimizer,
@@ -24,9 +22,8 @@ from logra_jax.training.assemble import (
     enable_compile_cache,
     load_task,
     stream_key,
-    to_batch,
 )
-from logra_jax.training.batches import Batches, staleness
+from logra_jax.training.batches import Batches
 from logra_jax.training.checkpoint import (
     CONFIG_FILE,
     Checkpoints,
@@ -36,6 +33,7 @@ from logra_jax.training.checkpoint import (
     discard_start,
     write_config,
 )
+from logra_jax.training.collect import Collector
 from logra_jax.training.config import load_config, to_yaml
 from logra_jax.training.display import Display
 from logra_jax.training.distributed import (
@@ -50,6 +48,7 @@ from logra_jax.training.export import MODEL_DIRECTORY, export_model
 from logra_jax.training.interrupt import Interrupt
 from logra_jax.training.journal import has_metrics, read_metrics
 from logra_jax.training.layout import first_state
+from logra_jax.training.minibatches import Minibatches
 from logra_jax.training.paths import default_run_dir
 from logra_jax.training.plots import write_plots
 from logra_jax.training.policy import Policy, basis_of, load_policy, model_directory
@@ -174,6 +173,7 @@ class _Run:
     def go(self, weights: nnx.State) -> int:
         """From the first (or restored) state to the last; the exit status."""
         train = self.config.train
+        self.minibatches = Minibatches(self.config, self.policy, weights)
         state = first_state(
             weights,
             self.policy.method.trained,
@@ -199,15 +199,23 @@ class _Run:
                 # Only now: without its servers a run does not begin.
                 together(self._record, saved, begun) as self.recorder,
             ):
+                collector = Collector(
+                    self.config,
+                    batches,
+                    self.rewards,
+                    self.recorder,
+                    int(state.position),
+                )
                 if saved is None or begun is not None:
                     values = (begun or {}) | self._evaluate(state)
                     self.recorder.hold(Row(self.done, values))
                     self.recorder.settle()
                 reached = from_leader(self._reached)
                 while self.done < train.steps and not (
-                    reached or self.lost or agree(interrupt.number)
+                    self.minibatches.is_used_up
+                    and (reached or self.lost or agree(interrupt.number))
                 ):
-                    state, row = self._update(state, batches)
+                    state, row = self._update(state, collector)
                     if row is None:
                         break
                     if self._is_evaluated(self.done):
@@ -324,32 +332,22 @@ class _Run:
         return {name: value for name, value in row.items() if name != "step"}
 
     def _update(
-        self, state: TrainState, batches: Batches
+        self, state: TrainState, collector: Collector
     ) -> tuple[TrainState, Row | None]:
-        """Sample, score, step: the next state, and the step's metrics.
+        """Sample and score, where a batch is used up; one update.
 
-        None, and the state as it was, where the servers are lost.
+        Returns the next state, and the update's metrics; or None, and the state as it
+        was, where the servers are lost.
         """
-        index, recorder = self.done, self.recorder
-        before = "update and rollout" if recorder.is_ahead else "rollout"
+        recorder = self.recorder
         try:
-            with recorder.timed("rollout", before):
-                questions, completions, texts = batches.take(index, state.weights)
+            drawn = self.minibatches.draw(self.done, state, collector, recorder)
         except ServerError as error:
             self.lost = error
             return state, None
-        batches.start_ahead(index)
-        seen = staleness(completions, index)
-        with recorder.timed("reward", "reward"):
-            rewards = from_leader(self.rewards.score, questions, texts)
-        batch = to_batch(
-            completions,
-            rewards,
-            self.config.train.microbatch_tokens,
-            self.policy.layout,
-        )
+        state, batch, seen = drawn
         every = self.config.monitor.every
-        if self.monitor and (index + 1) % every == 0:
+        if self.monitor and (self.done + 1) % every == 0:
             # Before the update, which the state does not survive.
             with recorder.timed("monitor", "measuring gradients"):
                 seen |= self.monitor(state, batch)
@@ -367,7 +365,7 @@ class _Run:
             if self.remote:
                 with recorder.timed("sync", "sending the update"):
                     seen |= self.remote.push(self.done, blob, state.weights)
-        row.values = _rollout_metrics(completions, rewards) | seen
+        row.values = seen
         return state, row
 
     def _evaluate(self, state: TrainState) -> dict[str, float | int]:
@@ -425,13 +423,3 @@ class _Run:
         self.display.before_after(rows[0], rows[-1])
         self.display.note(f"trained model: {self.run_dir / MODEL_DIRECTORY}")
         self.display.note(f"metrics, plots, checkpoints: {self.run_dir}")
-
-
-def _rollout_metrics(completions: Completions, rewards: Rewards) -> dict[str, float]:
-    return {
-        "reward": float(np.mean(rewards.values)),
-        "reward/raised": rewards.raised,
-        "reward/timed_out": rewards.timed_out,
-        "length/mean": float(np.mean(completions.lengths)),
-        "length/truncated": float(np.mean(~completions.finished)),
-    }

@@ -10,7 +10,7 @@ from logra_jax.training.checks import at_least, require, seed_in_range
 from logra_jax.training.schema_distributed import DistributedConfig
 from logra_jax.training.schema_mesh import MeshConfig
 from logra_jax.training.schema_reward import RewardConfig
-from logra_jax.training.schema_rl import RLConfig
+from logra_jax.training.schema_rl import ReferenceConfig, RLConfig, ShapingConfig
 from logra_jax.training.schema_rollout import RolloutConfig
 from logra_jax.training.schema_serve import ServeConfig
 from logra_jax.training.schema_task import TaskConfig
@@ -144,7 +144,9 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    shaping: ShapingConfig = field(default_factory=ShapingConfig)
     rl: RLConfig = field(default_factory=RLConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     train: TrainConfig
     eval: EvalConfig = field(default_factory=EvalConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
@@ -161,6 +163,7 @@ class Config:
             f"{_nearest_divisor(batch, n)} does",
         )
         self._check_batch_on_mesh()
+        self._check_shaping()
         require(
             not self.distributed.enabled or self.rollout.engine == "local",
             "rollout.engine",
@@ -169,10 +172,11 @@ class Config:
             "a run on SGLang servers is of one process",
         )
         require(
-            self.monitor.every == 0 or self.monitor.responses <= batch,
+            self.monitor.every == 0
+            or self.monitor.responses <= batch // self.rl.minibatches,
             "monitor.responses",
             self.monitor.responses,
-            f"be at most `train.batch` ({batch})",
+            f"be at most a minibatch of `train.batch` ({batch // self.rl.minibatches})",
         )
         require(
             self.rl.correction_mask is None or self.correction != "none",
@@ -200,21 +204,63 @@ class Config:
                 "it is made of the sketches of optimizer.kind=logra",
             )
 
+    def _check_shaping(self) -> None:
+        """Refuse filters and penalties that do not go with the sampling."""
+        buffer, new = self.shaping.overlong_buffer, self.rollout.max_new_tokens
+        require(
+            buffer is None or buffer <= new,
+            "shaping.overlong_buffer",
+            buffer,
+            f"be at most `rollout.max_new_tokens` ({new})",
+        )
+        if self.shaping.filter_groups:
+            name = "shaping.filter_groups"
+            n = self.rl.responses_per_prompt
+            rule = f"be false when `rl.responses_per_prompt` is {n}"
+            require(n >= 2, name, True, rule, "a single response is always constant")
+            staleness = self.rollout.staleness
+            rule = f"be false when `rollout.staleness` is {staleness}"
+            remedy = "which prompts come next is known only after scoring"
+            require(staleness == 0, name, True, rule, remedy)
+
+    def _check_updates(self) -> None:
+        """Every batch is used up before a run looks, saves or ends."""
+        count = self.rl.updates_per_batch
+        for name in ("steps", "eval_every", "checkpoint_every"):
+            value = getattr(self.train, name)
+            require(
+                value % count == 0,
+                f"train.{name}",
+                value,
+                f"be a multiple of `rl.epochs` times `rl.minibatches` ({count})",
+                f"{-(-value // count) * count} is",
+            )
+        batch, parts = self.train.batch, self.rl.minibatches
+        require(
+            batch % parts == 0,
+            "rl.minibatches",
+            parts,
+            f"divide `train.batch` ({batch})",
+            f"{_nearest_divisor(batch, parts)} does",
+        )
+
     def _check_batch_on_mesh(self) -> None:
-        batch, parts = self.train.batch, self.mesh.row_parts
+        self._check_updates()
+        batch, parts = self.train.batch // self.rl.minibatches, self.mesh.row_parts
         require(
             batch % parts == 0,
             "train.batch",
-            batch,
-            f"be a multiple of `mesh.data` times `mesh.fsdp` ({parts})",
-            f"{-(-batch // parts) * parts} is",
+            self.train.batch,
+            "be a multiple of `mesh.data` times `mesh.fsdp` times `rl.minibatches` "
+            f"({parts * self.rl.minibatches})",
+            f"{-(-batch // parts) * parts * self.rl.minibatches} is",
         )
         held = min(self.train.microbatch, batch // parts)
         require(
             (batch // parts) % held == 0,
             "train.microbatch",
             self.train.microbatch,
-            f"divide the {batch // parts} responses of a device",
+            f"divide the {batch // parts} responses of a device's minibatch",
             f"{_nearest_divisor(batch // parts, held)} does",
         )
 

@@ -47,7 +47,7 @@ def make_config(ahead: int, steps: int) -> Config:
 def order(seed: int) -> dict[str, int]:
     """The batch that each question is the first of."""
     config = dataclasses.replace(make_config(0, 20), seed=seed)
-    return {training_questions(config, TASK, i)[0].text: i for i in range(20)}
+    return {training_questions(config, TASK, i * BATCH)[0].text: i for i in range(20)}
 
 
 def make_completions(prompts, versions: list[list[int]]) -> Completions:
@@ -75,7 +75,7 @@ class Engine(SGLangEngine):
 
     def start(self, prompts, sampling, key):
         index = order(self.config.seed)[str(prompts[0][0])]
-        asked = [q.text for q in training_questions(self.config, TASK, index)]
+        asked = [q.text for q in training_questions(self.config, TASK, index * BATCH)]
         assert [str(prompt[0]) for prompt in prompts] == asked
         assert sampling == sampling_of(self.config)
         assert key == stream_key(self.config.seed, "rollout", index)
@@ -134,11 +134,12 @@ def train(batches: Batches, engine: Engine, steps: range, lost=frozenset()):
     metrics = []
     for index in steps:
         engine.version, engine.is_down = index, index in lost
-        responses = batches.take(index, WEIGHTS)
+        responses = batches.take(index, index * BATCH, WEIGHTS)
         engine.log.append(("took", index))
         assert responses.texts == [question.text for question in responses.questions]
-        assert responses.questions == training_questions(engine.config, TASK, index)
-        batches.start_ahead(index)
+        asked = training_questions(engine.config, TASK, index * BATCH)
+        assert responses.questions == asked
+        batches.start_ahead(index, (index + 1) * BATCH)
         metrics.append(staleness(responses.completions, index))
     return metrics
 
@@ -192,8 +193,8 @@ def test_servers_that_are_lost_make_no_batch_staler(ahead, first, lost):
 def test_a_batch_that_was_lost_is_asked_for_again_with_all_that_follow():
     batches, engine = make_batches(2, 5)
     engine.is_slow = True
-    batches.start(0)
-    batches.start_ahead(0)
+    batches.start(0, 0)
+    batches.start_ahead(0, BATCH)
     engine.futures[0].set_exception(ServerError("http://a", "unreachable", "Gone."))
     engine.is_slow = False
     train(batches, engine, range(1))
@@ -211,28 +212,28 @@ def test_a_batch_that_failed_before_servers_were_healed_does_not_end_the_run():
     """An update heals what failed a batch ahead: nobody has to wait for servers."""
     batches, engine = make_batches(1, 3)
     engine.is_slow = True
-    batches.start_ahead(0)
+    batches.start_ahead(0, BATCH)
     engine.futures[0].set_exception(ServerError("http://a", "unreachable", "Gone."))
     engine.is_slow = False
-    batches.take(1, WEIGHTS)
+    batches.take(1, BATCH, WEIGHTS)
     assert engine.log == [("start", 1), ("start", 1)]  # and nothing was waited for
     engine.is_slow = True
-    batches.start_ahead(1)
+    batches.start_ahead(1, 2 * BATCH)
     engine.futures[-1].set_exception(ServerError("http://a", "refused", "No."))
     engine.is_slow = False
-    batches.take(2, WEIGHTS)
+    batches.take(2, 2 * BATCH, WEIGHTS)
     assert engine.log[2:] == [("start", 2), ("back", 2), ("start", 2)]
 
 
 def test_cancelling_gives_up_what_is_under_way():
     batches, engine = make_batches(3, 9)
     engine.is_slow = True
-    batches.start_ahead(0)
-    batches.start_ahead(0)
+    batches.start_ahead(0, BATCH)
+    batches.start_ahead(0, BATCH)
     assert engine.log == [("start", 1), ("start", 2), ("start", 3)]
     batches.cancel()
     assert all(future.cancelled() for future in engine.futures)
-    batches.start(1)
+    batches.start(1, BATCH)
     assert engine.log[3:] == [("start", 1)]
 
 
@@ -243,11 +244,11 @@ def test_an_engine_of_this_process_samples_when_a_batch_is_taken():
 
     engine, config = Local(), make_config(0, 3)
     batches = Batches(config, TASK, Numbers(engine), None)
-    batches.start_ahead(0)
+    batches.start_ahead(0, BATCH)
     assert engine.keys == []
-    responses = batches.take(1, WEIGHTS)
+    responses = batches.take(1, BATCH, WEIGHTS)
     assert engine.keys == [stream_key(config.seed, "rollout", 1)]
-    assert responses.questions == training_questions(config, TASK, 1)
+    assert responses.questions == training_questions(config, TASK, BATCH)
     assert responses.texts == [question.text for question in responses.questions]
     assert staleness(responses.completions, 1) == {}
 
