@@ -225,6 +225,14 @@ class Config:
 
     def _check_updates(self) -> None:
         """Every batch is used up before a run looks, saves or ends."""
+        batch, parts = self.train.batch, self.rl.minibatches
+        require(
+            batch % parts == 0,
+            "rl.minibatches",
+            parts,
+            f"divide `train.batch` ({batch})",
+            f"{_nearest_divisor(batch, parts)} does",
+        )
         count = self.rl.updates_per_batch
         for name in ("steps", "eval_every", "checkpoint_every"):
             value = getattr(self.train, name)
@@ -235,14 +243,6 @@ class Config:
                 f"be a multiple of `rl.epochs` times `rl.minibatches` ({count})",
                 f"{-(-value // count) * count} is",
             )
-        batch, parts = self.train.batch, self.rl.minibatches
-        require(
-            batch % parts == 0,
-            "rl.minibatches",
-            parts,
-            f"divide `train.batch` ({batch})",
-            f"{_nearest_divisor(batch, parts)} does",
-        )
 
     def _check_batch_on_mesh(self) -> None:
         self._check_updates()

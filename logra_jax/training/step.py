@@ -120,7 +120,8 @@ def accumulate(
     """The gradients, summed over the batch in float32, and the loss's metrics."""
     trained, _ = method.split(weights)
     parts = Parts(method, options, layout)
-    return parts.accumulate(weights, trained, batch, Credit(advantages))
+    credit = (batch.credit or Credit(advantages))._replace(advantages=advantages)
+    return parts.accumulate(weights, trained, batch, credit)
 
 
 def _rows_not_finite(updates: nnx.State) -> Array:

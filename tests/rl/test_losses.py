@@ -4,9 +4,16 @@ import numpy as np
 import pytest
 
 from logra_jax.rl.losses import (
+    AGGREGATIONS,
+    LOSSES,
+    cispo,
     correct_mismatch,
+    gspo,
     policy_loss,
     ppo_clip,
+    reference_kl,
+    reinforce,
+    token_scale,
 )
 
 BOUNDS = {"clip_low": 0.2, "clip_high": 0.3}
@@ -242,3 +249,196 @@ def test_correction_is_float32_and_its_level_known():
     assert correction.weights.dtype == jnp.float32
     with pytest.raises(ValueError, match=r"`level` must be 'token' or 'sequence', got"):
         correct_mismatch(logprobs, logprobs, MASK, level="word")
+
+
+# --- other losses
+
+LOGPROBS = jnp.array([[-1.0, -2.0, -0.5], [-0.1, -3.0, 0.0]])
+OLD = LOGPROBS - jnp.log(RATIOS)
+ADVANTAGES = jnp.array([2.0, -1.0])
+
+
+def value_and_slopes(loss, *args, **options):
+    def total(logprobs):
+        value, clipped = loss(logprobs, *args, **options)
+        return jnp.sum(value), (value, clipped)
+
+    slopes, (value, clipped) = jax.grad(total, has_aux=True)(LOGPROBS)
+    return value, slopes, clipped
+
+
+def test_reinforce_by_hand():
+    value, slopes, _ = value_and_slopes(
+        lambda logprobs: (reinforce(logprobs, ADVANTAGES, MASK), MASK)
+    )
+    np.testing.assert_allclose(value, [[2.0, 4.0, 1.0], [-0.1, -3.0, 0.0]], rtol=1e-6)
+    np.testing.assert_allclose(slopes, [[-2.0] * 3, [1.0, 1.0, 0.0]], rtol=1e-6)
+
+
+def test_cispo_by_hand():
+    """The weight is clipped, and no token loses its gradient."""
+    bounds = {"clip_low": 0.5, "clip_high": 1.0}  # ratios in [0.5, 2]
+    value, slopes, clipped = value_and_slopes(cispo, OLD, ADVANTAGES, MASK, **bounds)
+    weights = np.array([[1.5, 0.5, 2.0], [0.5, 1.0, 0.0]])
+    expected = -weights * ADVANTAGES[:, None]
+    np.testing.assert_allclose(slopes, expected, rtol=1e-6)
+    np.testing.assert_allclose(value, expected * LOGPROBS, rtol=1e-6)
+    np.testing.assert_array_equal(clipped, [[0, 0, 1], [1, 0, 0]])
+
+
+def test_gspo_by_hand():
+    """Ratios of responses: (1.5 * 0.5 * 4)^(1/3) and 0.25^(1/2)."""
+    first, second = 3 ** (1 / 3), 0.5
+    bounds = {"clip_low": 0.4, "clip_high": 0.6}  # [0.6, 1.6]
+    value, slopes, clipped = value_and_slopes(gspo, OLD, ADVANTAGES, MASK, **bounds)
+    expected = [[-2 * first] * 3, [0.6, 0.6, 0.0]]  # bad, and rarer by more than 40 %
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    np.testing.assert_allclose(slopes, [[-2 * first] * 3, [0.0] * 3], rtol=1e-5)
+    np.testing.assert_array_equal(clipped, [[0, 0, 0], [1, 1, 0]])
+    assert second < 0.6 < first < 1.6
+
+
+def test_gspo_has_the_gradient_of_its_paper():
+    """Of mean_i min(s_i A_i, clip(s_i) A_i), differentiated through s_i itself."""
+    bounds = {"clip_low": 0.9, "clip_high": 0.5}
+    lengths = jnp.sum(MASK, -1)
+
+    def paper(logprobs):
+        d = jnp.where(MASK, logprobs - OLD, 0.0)
+        s = jnp.exp(jnp.sum(d, -1) / lengths)
+        clipped = jnp.clip(s, 0.1, 1.5)
+        return -jnp.mean(jnp.minimum(s * ADVANTAGES, clipped * ADVANTAGES))
+
+    def ours(logprobs):
+        value, _ = gspo(logprobs, OLD, ADVANTAGES, MASK, **bounds)
+        scale = token_scale(MASK, aggregation="sequence")
+        return jnp.sum(value * scale[:, None])
+
+    value, slopes = jax.value_and_grad(ours)(LOGPROBS)
+    expected, expected_slopes = jax.value_and_grad(paper)(LOGPROBS)
+    assert value == pytest.approx(float(expected), rel=1e-6)
+    np.testing.assert_allclose(slopes, expected_slopes, rtol=1e-5, atol=1e-8)
+    assert np.any(expected_slopes != 0)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_against_itself_every_loss_is_the_policy_gradient(kind):
+    _, slopes, clipped = value_and_slopes(
+        lambda logprobs: policy_loss(
+            kind, logprobs, jax.lax.stop_gradient(logprobs), ADVANTAGES, MASK
+        )
+    )
+    expected = jnp.where(MASK, -ADVANTAGES[:, None], 0.0)
+    np.testing.assert_allclose(slopes, expected, rtol=1e-6)
+    assert not np.any(clipped)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("difference", [100.0, -100.0, 1e4, -1e4])
+def test_every_loss_is_finite_for_any_ratio(kind, difference):
+    for advantages in (ADVANTAGES, -ADVANTAGES):
+        value, slopes, _ = value_and_slopes(
+            lambda logprobs, a=advantages: policy_loss(
+                kind, logprobs, LOGPROBS - difference, a, MASK
+            )
+        )
+        assert np.isfinite(value).all()
+        assert np.isfinite(slopes).all()
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("padding", [np.nan, np.inf, -np.inf, 1e30])
+def test_padding_has_no_say_in_any_loss(kind, padding):
+    dirty, old = (jnp.where(MASK, a, padding) for a in (LOGPROBS, OLD))
+
+    def total(logprobs, old):
+        return jnp.sum(policy_loss(kind, logprobs, old, ADVANTAGES, MASK)[0])
+
+    expected = jax.value_and_grad(total)(LOGPROBS, OLD)
+    found = jax.value_and_grad(total)(dirty, old)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_an_unknown_loss_is_refused():
+    with pytest.raises(ValueError, match=r"`kind` must be one of ppo.*, got 'ppoo'"):
+        policy_loss("ppoo", LOGPROBS, OLD, ADVANTAGES, MASK)
+
+
+# --- aggregation
+
+
+def test_token_scale_by_hand():
+    """Responses of three and two tokens."""
+    expected = {
+        "token": [1 / 5] * 2,
+        "sequence": [1 / 6, 1 / 4],
+        "constant": [1 / 20] * 2,
+    }
+    for name in AGGREGATIONS:
+        scale = token_scale(MASK, aggregation=name, length=10)
+        np.testing.assert_allclose(scale, expected[name], rtol=1e-6)
+
+
+def test_a_response_without_a_say_is_as_if_it_were_not_there():
+    counts = jnp.array([True, False])
+    for name in AGGREGATIONS:
+        scale = token_scale(MASK, counts, aggregation=name, length=10)
+        alone = token_scale(MASK[:1], aggregation=name, length=10)
+        np.testing.assert_array_equal(scale, [alone[0], 0.0])
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_nothing_to_weigh_stays_finite(name):
+    for mask, counts in ((MASK, jnp.zeros(2, bool)), (MASK & False, None)):
+        scale = token_scale(mask, counts, aggregation=name, length=10)
+        assert np.isfinite(scale).all()
+
+
+def test_bad_aggregations_are_refused():
+    with pytest.raises(ValueError, match="`aggregation` must be one of token"):
+        token_scale(MASK, aggregation="word")
+    with pytest.raises(ValueError, match="`length` must be at least 1 token, got 0"):
+        token_scale(MASK, aggregation="constant")
+
+
+# --- the KL to a reference
+
+
+def test_reference_kl_by_hand():
+    d = -np.log(RATIOS)
+    k3 = reference_kl(LOGPROBS, OLD, MASK)
+    np.testing.assert_allclose(k3, np.where(MASK, np.exp(d) - 1 - d, 0), rtol=1e-5)
+    k2 = reference_kl(LOGPROBS, OLD, MASK, estimator="k2")
+    np.testing.assert_allclose(k2, np.where(MASK, d**2 / 2, 0), rtol=1e-5)
+    with pytest.raises(ValueError, match="`estimator` must be one of k3, k2, got 'k1'"):
+        reference_kl(LOGPROBS, OLD, MASK, estimator="k1")
+
+
+def test_estimates_and_gradients_of_the_kl_over_a_whole_vocabulary():
+    """Expectations over all tokens: k3 is the KL; k2's gradient is the KL's."""
+    rng = np.random.default_rng(0)
+    z, reference = (jnp.asarray(rng.normal(size=6), jnp.float32) for _ in range(2))
+    q = jax.nn.log_softmax(reference)
+
+    def kl(z):
+        p = jax.nn.log_softmax(z)
+        return jnp.sum(jnp.exp(p) * (p - q))
+
+    def expected(z, estimator):
+        """Of tokens that the policy samples, which is not differentiated."""
+        p = jax.nn.log_softmax(z)
+        each = reference_kl(
+            p[:, None], q[:, None], jnp.ones((6, 1), bool), estimator=estimator
+        )
+        return jnp.sum(jax.lax.stop_gradient(jnp.exp(p)) * each[:, 0])
+
+    assert expected(z, "k3") == pytest.approx(float(kl(z)), rel=1e-5)
+    slopes = jax.grad(lambda z: expected(z, "k2"))(z)
+    np.testing.assert_allclose(slopes, jax.grad(kl)(z), rtol=1e-4, atol=1e-6)
+
+    def other_way(z):
+        return jnp.sum(jnp.exp(q) * (q - jax.nn.log_softmax(z)))
+
+    slopes = jax.grad(lambda z: expected(z, "k3"))(z)
+    np.testing.assert_allclose(slopes, jax.grad(other_way)(z), rtol=1e-4, atol=1e-6)

@@ -28,7 +28,7 @@ from logra_jax.training.objective import (
 )
 from logra_jax.training.packing import Fields, first_fit, most_rows, pack
 from logra_jax.training.parts import StepOptions
-from logra_jax.training.state import Batch, initial_state
+from logra_jax.training.state import Batch, Credit, initial_state
 from logra_jax.training.step import accumulate, build_step
 
 VOCAB = 44
@@ -108,6 +108,7 @@ def test_every_token_is_in_one_row_after_what_it_followed(lengths, size, devices
         whole = [*fields.prompts[i, -prompts[i] :], *fields.completions[i, :j]]
         np.testing.assert_array_equal(rows.tokens[d, r, before], whole)
         assert rows.target[d, r, slot] == fields.completions[i, j]
+        assert rows.place[d, r, slot] == j
         assert rows.logprob[d, r, slot] == fields.logprobs[i, j]
         assert r < packed.count
         assert (i, j) not in found
@@ -202,13 +203,16 @@ def check_same(
     devices: int = 1,
     config=CONFIG,
     tolerance: float = 1e-5,
+    **judged,
 ) -> dict:
     """Sketches and metrics of packed rows and of padded ones; the metrics."""
     weights = weights_of(sketched(config))
     advantages = jnp.cos(jnp.arange(float(len(fields.mask))))
     run = gradients(len(fields.mask), loss, config)
-    expected, metrics = run(weights, batch_of(fields, None), advantages)
-    got, packed = run(weights, batch_of(fields, row_tokens, devices), advantages)
+    padded = batch_of(fields, None)._replace(**judged)
+    rows = batch_of(fields, row_tokens, devices)._replace(**judged)
+    expected, metrics = run(weights, padded, advantages)
+    got, packed = run(weights, rows, advantages)
     assert set(packed) == set(metrics)
     for name, value in metrics.items():
         expect = pytest.approx(float(value), rel=tolerance, abs=1e-6)
@@ -282,6 +286,40 @@ def test_corrections_are_those_of_padded_rows(level):
     metrics = check_same(fields_of(*RAGGED), 24, loss)
     assert metrics["correction/capped"] > 0
     assert metrics["correction/masked"] > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss": "gspo", "aggregation": "sequence", "clip_low": 0.1, "clip_high": 0.1},
+        {
+            "loss": "cispo",
+            "aggregation": "constant",
+            "length": 7,
+            "correction": "token",
+        },
+        {"aggregation": "sequence", "correction": "sequence", "reference_weight": 0.1},
+        {"loss": "reinforce", "reference_weight": 0.1, "reference_estimator": "k2"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_every_loss_is_that_of_padded_rows(options):
+    """With log-probs of other policies, and a response that has no say."""
+    fields = fields_of(*RAGGED)
+    rng = np.random.default_rng(1)
+    old, reference = (
+        jnp.where(fields.mask, -3 + rng.normal(size=fields.mask.shape), jnp.nan)
+        for _ in range(2)
+    )
+    credit = Credit(
+        jnp.zeros(8), old, reference if "reference" in str(options) else None
+    )
+    counts = jnp.array([True, True, True, False, True, True, True, True])
+    judged = {"credit": credit, "counts": counts}
+    metrics = check_same(fields, 24, LOSS._replace(**options), **judged)
+    if options.get("loss") in ("gspo", "cispo"):
+        assert 0 < metrics["clip/share"] < 1
+    assert ("reference/kl" in metrics) == ("reference" in str(options))
 
 
 def test_one_program_serves_batches_of_any_lengths():
