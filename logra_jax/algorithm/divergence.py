@@ -34,12 +34,46 @@ def realised_kl(
     floor of several 1e-4 nats under it. NaN for an empty mask. With ``axis_name`` the
     mean is over the tokens of all devices along those mesh axes.
     """
+    return change_of_policy(
+        hidden_before,
+        hidden_after,
+        head,
+        mask,
+        temperature=temperature,
+        chunk=chunk,
+        axis_name=axis_name,
+    )[0]
 
-    def kl(args):
-        return divergence(*(log_policy(head(h), temperature) for h in args))
 
-    values = map_chunks(kl, (hidden_before, hidden_after), chunk)
-    return masked_mean(values, mask, axis_name)
+def change_of_policy(
+    hidden_before: Float[Array, "tokens features"],
+    hidden_after: Float[Array, "tokens features"],
+    head: Head,
+    mask: Bool[Array, " tokens"] | Float[Array, " tokens"],
+    *,
+    temperature: float | Array = 1.0,
+    chunk: int = 256,
+    axis_name: AxisNames = None,
+) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
+    r"""The :func:`realised_kl`, and the entropy of the policy before; nats per token.
+
+    .. math:: H = -\operatorname{mean}_t \sum_v p_t(v) \log p_t(v)
+    """
+
+    def measure(args):
+        log_p, log_q = (log_policy(head(h), temperature) for h in args)
+        return divergence(log_p, log_q), _entropy(log_p)
+
+    both = map_chunks(measure, (hidden_before, hidden_after), chunk)
+    kl, entropy = (masked_mean(values, mask, axis_name) for values in both)
+    return kl, entropy
+
+
+def _entropy(
+    log_p: Float32[Array, "*tokens vocab"],
+) -> Float32[Array, "*tokens"]:
+    # p may be 0, of a token that does not exist
+    return -jnp.sum(jnp.where(log_p > -jnp.inf, jnp.exp(log_p) * log_p, 0.0), -1)
 
 
 def sampled_kl(

@@ -109,6 +109,7 @@ class LocalEngine:
             eos_ids=self.eos_ids,
             pad_id=self.pad_id,
             new=sampling.max_new_tokens,
+            least=sampling.min_new_tokens,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
         )
@@ -129,7 +130,9 @@ class _Loop(NamedTuple):
 
 @functools.partial(
     jax.jit,
-    static_argnames=("graph", "mesh", "eos_ids", "pad_id", "new", "top_p", "top_k"),
+    static_argnames=(
+        *("graph", "mesh", "eos_ids", "pad_id", "new", "least", "top_p", "top_k"),
+    ),
 )
 def _generate(graph, weights, *arrays, mesh: Mesh | None, **options):
     if mesh is None:
@@ -158,6 +161,7 @@ def _generate_rows(
     eos_ids: tuple[int, ...],
     pad_id: int,
     new: int,
+    least: int,
     top_p: float,
     top_k: int,
     axis_name: tuple[str, ...] = (),
@@ -185,12 +189,17 @@ def _generate_rows(
     def choose(loop: _Loop, hidden: Array) -> _Loop:
         """Sample token ``t`` of every row from the hidden state before it."""
         logits = model.logits(hidden)
+        barred = None
+        if least:
+            is_end = jnp.zeros(logits.shape[1], bool).at[jnp.array(eos_ids)].set(True)
+            barred = is_end & (loop.t < least)
         token, logprob = sample(
             logits,
             temperature,
             jax.random.fold_in(key, loop.t),
             top_p,
             top_k,
+            barred=barred,
             axis_name=axis_name,
         )
         token = jnp.where(loop.ended, pad_id, token)
@@ -292,6 +301,7 @@ def sample(
     top_p: float = 1.0,
     top_k: int = 0,
     *,
+    barred: Bool[Array, " vocab"] | None = None,
     axis_name: tuple[str, ...] = (),
 ) -> tuple[Int32[Array, " batch"], Float32[Array, " batch"]]:
     """One token per row, and its log-probability.
@@ -302,6 +312,7 @@ def sample(
         key: one uniform number per row is drawn from it.
         top_p: see :class:`Sampling`.
         top_k: see :class:`Sampling`.
+        barred: tokens that are not sampled; None bars none.
         axis_name: inside ``jax.shard_map``, mesh axes that the rows are cut over; each
             row's number is the one that it has among all.
 
@@ -311,7 +322,12 @@ def sample(
     """
     z = logits / jnp.where(temperature > 0, temperature, 1.0)
     logprobs = jax.nn.log_softmax(z)
-    kept = jnp.exp(_filter(z, logprobs, top_p, top_k))
+    if barred is None:
+        kept = jnp.exp(_filter(z, logprobs, top_p, top_k))
+    else:
+        logits = jnp.where(barred, -jnp.inf, logits)
+        left = jnp.where(barred, -jnp.inf, z)
+        kept = jnp.exp(_filter(left, jax.nn.log_softmax(left), top_p, top_k))
     uniform = jax.random.uniform(key, (logits.shape[0] * parts(axis_name),))
     drawn = _draw(kept, own_part(uniform, axis_name, 0))
     token = jnp.where(temperature > 0, drawn, jnp.argmax(logits, -1)).astype(jnp.int32)

@@ -266,6 +266,8 @@ class SGLangEngine:
             "max_new_tokens": sampling.max_new_tokens,
             "stop_token_ids": list(self.eos_ids),
         }
+        if sampling.min_new_tokens:
+            parameters["min_new_tokens"] = sampling.min_new_tokens
         return parameters if seed is None else parameters | {"sampling_seed": seed}
 
     def _pack(self, packed: Prompts, answers: Sequence[Any], new: int) -> Completions:

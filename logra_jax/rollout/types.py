@@ -21,12 +21,15 @@ class Sampling:
         top_p: keep the fewest tokens whose mass reaches it; 1 keeps all.
         top_k: keep the k likeliest tokens; 0 keeps all.
         max_new_tokens: a completion without end of sequence is cut there.
+        min_new_tokens: no end of sequence is sampled before so many other tokens; 0
+            allows an empty answer.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     max_new_tokens: int = 24
+    min_new_tokens: int = 0
 
     def __post_init__(self):
         if not 0 <= self.temperature < math.inf:  # NaN as well
@@ -41,6 +44,11 @@ class Sampling:
         if self.max_new_tokens < 1:
             raise ValueError(
                 f"`max_new_tokens` must be at least 1, got {self.max_new_tokens}."
+            )
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ValueError(
+                f"`min_new_tokens` must be in [0, {self.max_new_tokens}], which is "
+                f"`max_new_tokens`, got {self.min_new_tokens}."
             )
 
 

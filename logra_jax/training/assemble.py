@@ -167,7 +167,11 @@ def sampling_of(config: Config) -> Sampling:
     """How training responses are sampled."""
     rollout = config.rollout
     return Sampling(
-        rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens
+        rollout.temperature,
+        rollout.top_p,
+        rollout.top_k,
+        rollout.max_new_tokens,
+        rollout.min_new_tokens,
     )
 
 

@@ -9,7 +9,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from logra_jax.algorithm.divergence import exp_excess, realised_kl
+from logra_jax.algorithm.divergence import change_of_policy, exp_excess
 from logra_jax.algorithm.merge import Landing
 from logra_jax.algorithm.parallel import AXES, ROWS, total
 from logra_jax.algorithm.predicted_kl import predict_kl, predict_kl_by_difference
@@ -202,14 +202,17 @@ class Parts:
 
     def realised(
         self, weights: nnx.State, batch: Batch, before: Array, most: int
-    ) -> Float32[Array, ""]:
-        """KL of the policy before and after, nats per token; see :meth:`predict`."""
+    ) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
+        """KL of the policy before and after, and the entropy before, nats per token.
+
+        See :meth:`predict`.
+        """
 
         def realised(weights, trained, batch, before):
             model = self.model(weights, trained, plain=False)
             after = hidden_in_parts(model, batch, most, jnp.float32)
             head, after = model.head_after(after)
-            return realised_kl(
+            return change_of_policy(
                 before,
                 after,
                 head,

@@ -21,6 +21,9 @@ class RolloutConfig:
     """Most likely tokens kept; 0 is off."""
     max_new_tokens: int = 24
     """Response length at which a response is cut, tokens."""
+    min_new_tokens: int = 0
+    """Response length before which none ends, tokens; its end is then not sampled, but
+    the log-probs that training uses know nothing of that."""
     prompt_bucket: int = 8
     """All prompts are padded to the longest one's length, rounded up to a multiple of
     this, tokens."""
@@ -69,6 +72,13 @@ class RolloutConfig:
         )
         at_least("rollout.top_k", self.top_k, 0, "0 turns it off")
         at_least("rollout.max_new_tokens", self.max_new_tokens, 1)
+        require(
+            0 <= self.min_new_tokens <= self.max_new_tokens,
+            "rollout.min_new_tokens",
+            self.min_new_tokens,
+            f"lie in [0, `rollout.max_new_tokens` ({self.max_new_tokens})]",
+            "0 turns it off",
+        )
         at_least("rollout.prompt_bucket", self.prompt_bucket, 1, "1 pads nothing")
         self._check_servers()
 

@@ -82,12 +82,14 @@ def build_step(
         if few is not None and measured is not None:
             q, before = measured
             alpha = controller_state.alpha
+            realised, entropy = parts.realised(weights, few, before, most)
             metrics |= {
                 "kl/q": q,
                 "kl/budget": controller_state.budget,
                 # a dropped update spends nothing, whatever q is
                 "kl/predicted": jnp.where(alpha > 0, jnp.square(alpha) * q, 0.0),
-                "kl/realised": parts.realised(weights, few, before, most),
+                "kl/realised": realised,
+                "entropy": entropy,
                 "alpha": alpha,
             }
         after = TrainState(

@@ -8,7 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import logra_jax as logra
-from logra_jax.algorithm.divergence import divergence, exp_excess, map_chunks
+from logra_jax.algorithm.divergence import (
+    change_of_policy,
+    divergence,
+    exp_excess,
+    map_chunks,
+)
 
 TOKENS, D, VOCAB = 13, 10, 500
 
@@ -79,6 +84,24 @@ def test_exp_excess_is_exact_and_never_negative(x):
     ours = float(exp_excess(jnp.float32(x)))
     assert ours >= 0
     np.testing.assert_allclose(ours, exact, rtol=3e-6, atol=1e-37)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_entropy_is_that_of_the_policy_before(states, temperature):
+    h, direction, head = states
+
+    # A token that does not exist has no say.
+    def partly(h):
+        return head(h).at[:, 3].set(-jnp.inf)
+
+    mask = jnp.ones(TOKENS, bool).at[2].set(False)
+    _, entropy = change_of_policy(
+        h, h + 0.1 * direction, partly, mask, temperature=temperature, chunk=4
+    )
+    z = np.delete(np.asarray(head(h), np.float64) / temperature, 3, axis=1)
+    log_p = log_softmax(z)
+    expected = -np.sum(np.exp(log_p) * log_p, axis=1)[np.asarray(mask)].mean()
+    np.testing.assert_allclose(entropy, expected, rtol=1e-5)
 
 
 def test_temperature_divides_the_logits(states):

@@ -217,6 +217,29 @@ def test_one_new_token_is_the_first_of_many(tiny, sampled):
     np.testing.assert_array_equal(out.finished, sampled.tokens[:, 0] == eos)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_completion_ends_before_its_least_length(tiny, temperature):
+    """With a token that often comes first as the end of sequence."""
+    free = Sampling(temperature, max_new_tokens=6)
+    key = jax.random.key(5)
+    unending = tiny.engine().generate(tiny.weights, PROMPTS, free, key)
+    eos = int(unending.tokens[0, 0])
+    engine = tiny.engine(eos_ids=(eos,))
+    early = engine.generate(tiny.weights, PROMPTS, free, key)
+    assert early.lengths[0] == 1
+    late = engine.generate(
+        tiny.weights, PROMPTS, dataclasses.replace(free, min_new_tokens=3), key
+    )
+    assert late.lengths.min() >= 4
+    assert not np.any(late.tokens[:, :3] == eos)
+    # What was sampled is told under the whole distribution, and is else as it was.
+    assert np.all(late.logprobs[late.mask] < 0)
+    whole = engine.generate(
+        tiny.weights, PROMPTS, dataclasses.replace(free, min_new_tokens=6), key
+    )
+    assert not whole.finished.any()
+
+
 # Programs and memory
 
 
@@ -272,6 +295,7 @@ def test_no_copy_of_the_weights_is_among_the_temporaries():
         eos_ids=(),
         pad_id=PAD,
         new=2,
+        least=0,
         top_p=1.0,
         top_k=0,
     )

@@ -103,6 +103,13 @@ def test_every_prompt_gets_its_completion_in_order(fake_server):
     np.testing.assert_array_equal(completions.prompts.tokens[:, -3:], PROMPTS)
 
 
+def test_a_request_says_how_many_tokens_come_before_the_end(fake_server):
+    fake = fake_server(healthy)
+    generate([fake], [[1]], Sampling(max_new_tokens=4, min_new_tokens=2))
+    _, body, _ = fake.requests[0]
+    assert body["sampling_params"]["min_new_tokens"] == 2
+
+
 def test_request_carries_tokens_parameters_and_a_seed_of_the_key(fake_server):
     fake = fake_server(healthy)
     sampling = Sampling(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=4)

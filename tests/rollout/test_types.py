@@ -28,6 +28,8 @@ PROMPTS = st.lists(
         ("top_p", float("nan")),
         ("top_k", -1),
         ("max_new_tokens", 0),
+        ("min_new_tokens", -1),
+        ("min_new_tokens", 25),
     ],
 )
 def test_sampling_option_out_of_range_is_named(field, value):
