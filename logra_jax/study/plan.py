@@ -64,11 +64,12 @@ class Memory(NamedTuple):
     weights: float
     sketches: float  # gradient accumulators: of sketches, kernels or adapters
     optimizer: float
+    reference: float  # weights that the policy is kept near
     activations: float  # and all other temporaries
     other: float  # batch, factors and metrics
     peak: float
     kv_cache: float
-    rollout: float  # weights, optimizer state and KV cache
+    rollout: float  # weights, optimizer state, reference and KV cache
 
     @property
     def needed(self) -> float:
@@ -238,11 +239,12 @@ def measure(trial: Trial, compiled: Any, kv_cache: int = 0) -> Memory:
         "weights": weights,
         "sketches": sketches,
         "optimizer": optimizer,
+        "reference": trial.reference_bytes,
         "activations": temporary - sketches,
         "other": held - weights - optimizer + extra,
-        "peak": held + temporary + extra,
+        "peak": held + temporary + extra + trial.reference_bytes,
         "kv_cache": kv_cache,
-        "rollout": weights + optimizer + kv_cache,
+        "rollout": weights + optimizer + trial.reference_bytes + kv_cache,
     }
     return Memory(**{name: size / GIB for name, size in sizes.items()})
 

@@ -10,6 +10,7 @@ _ROWS = (
     ("weights", "weights"),
     ("sketches", "sketches, or gradients"),
     ("optimizer", "optimizer state"),
+    ("reference", "reference weights"),
     ("activations", "activations, temporaries"),
     ("other", "batch, outputs"),
     ("peak", "an update's peak"),

@@ -32,6 +32,7 @@ from logra_jax.training.methods import Method, weights_of
 from logra_jax.training.packing import Fields, pack
 from logra_jax.training.parts import StepOptions
 from logra_jax.training.policy import mesh_of, method_of, model_directory, trainable
+from logra_jax.training.prepare import trained_weights
 from logra_jax.training.schema import Config
 from logra_jax.training.schema_mesh import MeshConfig
 from logra_jax.training.schema_update import OptimizerConfig
@@ -178,6 +179,7 @@ class Trial(NamedTuple):
     state: TrainState
     batch: Batch
     gradient_bytes: int  # of the float32 sum of gradients, on one device
+    reference_bytes: int  # of the reference's weights, on one device
 
 
 def build_trial(
@@ -244,7 +246,10 @@ def build_trial(
         finish = jax.jit(make_state, donate_argnums=0, out_shardings=shardings)
         state = finish(weights)
         batch = layout.put_batch(batch) if layout else jax.device_put(batch)
-    return Trial(step, state, batch, _gradient_bytes(method, layout))
+    reference = 0
+    if config.reference.policy == "base":
+        reference = device_bytes(trained_weights(method, state.weights))
+    return Trial(step, state, batch, _gradient_bytes(method, layout), reference)
 
 
 def _method_and_layout(

@@ -34,7 +34,8 @@ class Minibatches:
         self._prepare = build_training_prepare(config, policy)
         self._reference: nnx.State | None = None
         if config.reference.policy == "base":
-            self._reference = trained_weights(policy.method, base)
+            trained = trained_weights(policy.method, base)
+            self._reference = jax.tree.map(lambda a: a.copy(), trained)
         self._found: Collected
         self._credit: Credit | None = None
         self._left: list[np.ndarray] = []  # rows of the updates to come of the batch

@@ -70,7 +70,7 @@ def build_prepare(
 
 
 def trained_weights(method: Method, weights: nnx.State) -> nnx.State:
-    """A copy of the weights that updates change: all that tells two policies apart.
+    """The weights that updates change: all that tells two policies apart.
 
     Those of a LoRA run are its adapters, of others the matched kernels.
     """
@@ -79,7 +79,7 @@ def trained_weights(method: Method, weights: nnx.State) -> nnx.State:
     for path, _ in nnx.to_flat_state(method.trained):
         place = path if path in flat else (*path[:-1], "kernel")
         changed[place] = flat[place]
-    return jax.tree.map(lambda a: a.copy(), nnx.from_flat_state(changed))
+    return nnx.from_flat_state(changed)
 
 
 def minibatch_rows(

@@ -144,6 +144,17 @@ def test_parts_are_as_large_as_theory_says_and_add_up(planned):
 
 
 @pytest.mark.usefixtures("logra_alone")
+def test_a_reference_is_a_second_copy_of_the_trained_kernels(path, planned):
+    config = load_config(path, ["reference.policy=base"])
+    gib = make_plan(config, tokens=192)["kinds"]["logra"]["gib"]
+    without = planned["kinds"]["logra"]["gib"]
+    assert gib["reference"] * GIB == 2 * KERNELS
+    assert without["reference"] == 0
+    assert gib["rollout"] == pytest.approx(without["rollout"] + gib["reference"])
+    assert gib["peak"] >= without["peak"] + gib["reference"]
+
+
+@pytest.mark.usefixtures("logra_alone")
 def test_a_mesh_cuts_the_weights_and_its_program_is_of_one_device(config, planned):
     whole = planned["kinds"]["logra"]["gib"]
     cut = make_plan(config, devices=4, tokens=192)

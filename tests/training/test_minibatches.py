@@ -139,15 +139,12 @@ def test_a_batch_is_judged_by_the_weights_before_it_and_by_the_reference(prepare
     assert baseline.weight == 0  # of the running mean alone
 
 
-def test_the_reference_is_a_copy_of_what_updates_change_alone(prepared):
+def test_the_reference_is_what_updates_change_alone(prepared):
     method, weights, changed, *_ = prepared
     names = {str(path[-1]) for path, _ in nnx.to_flat_state(changed)}
     assert names == {"kernel"}
     kernels = [p for p, _ in nnx.to_flat_state(weights) if p[-1] == "kernel"]
     assert len(nnx.to_flat_state(changed)) == len(kernels)
-    copy = trained_weights(method, weights)
-    ours = {id(leaf) for leaf in jax.tree.leaves(weights)}
-    assert not ours & {id(leaf) for leaf in jax.tree.leaves(copy)}
 
 
 # --- runs
