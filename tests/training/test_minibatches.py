@@ -140,7 +140,7 @@ def test_a_batch_is_judged_by_the_weights_before_it_and_by_the_reference(prepare
 
 
 def test_the_reference_is_what_updates_change_alone(prepared):
-    method, weights, changed, *_ = prepared
+    _, weights, changed, *_ = prepared
     names = {str(path[-1]) for path, _ in nnx.to_flat_state(changed)}
     assert names == {"kernel"}
     kernels = [p for p, _ in nnx.to_flat_state(weights) if p[-1] == "kernel"]
