@@ -88,15 +88,22 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from logra_jax.training.evaluate import evaluate_command
+    from logra_jax.training.eval_command import evaluate_command
 
-    return evaluate_command(args.target, args.overrides)
+    return evaluate_command(
+        args.target,
+        args.overrides,
+        config=args.config,
+        best=args.best,
+        as_json=args.json,
+        samples=args.samples,
+    )
 
 
 def _export(args: argparse.Namespace) -> int:
     from logra_jax.training.export import export_command
 
-    return export_command(args.run_dir, args.out_dir)
+    return export_command(args.run_dir, args.out_dir, best=args.best)
 
 
 def _replay(args: argparse.Namespace) -> int:
@@ -233,14 +240,27 @@ def _parser() -> argparse.ArgumentParser:
     evaluate = _command(
         commands,
         "eval",
-        "measure held-out accuracy of a model or a run",
+        "measure the accuracy of a model or a run",
         examples.EVAL,
     )
     evaluate.set_defaults(run=_eval)
     evaluate.add_argument(
-        "target", metavar="CONFIG|RUN_DIR", help="a config file, or a run directory"
+        "target",
+        metavar="CONFIG|RUN_DIR|MODEL",
+        help="a config file, a run directory (its newest checkpoint), or a model: a "
+        "Hugging Face directory, or whatever model.path takes",
     )
     _add_overrides(evaluate)
+    evaluate.add_argument(
+        "--config", metavar="CONFIG", help="what MODEL is asked, and how"
+    )
+    evaluate.add_argument(
+        "--best", action="store_true", help="the run's best checkpoint, by eval.best"
+    )
+    evaluate.add_argument("--json", action="store_true", help="print one JSON object")
+    evaluate.add_argument(
+        "--samples", metavar="FILE.jsonl", help="write every response here"
+    )
 
     export = _command(
         commands,
@@ -251,6 +271,9 @@ def _parser() -> argparse.ArgumentParser:
     export.set_defaults(run=_export)
     export.add_argument("run_dir", metavar="RUN_DIR", help="a run directory")
     export.add_argument("out_dir", metavar="OUT_DIR", help="the directory to write")
+    export.add_argument(
+        "--best", action="store_true", help="the best checkpoint, by eval.best"
+    )
 
     fidelity = _command(
         commands,

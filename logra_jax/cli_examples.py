@@ -21,13 +21,22 @@ then, in another terminal:
       'rollout.urls=[http://127.0.0.1:30000]'
 """
 EVAL = """\
+The same weights give the same numbers from a run, its checkpoint and its export. With
+rollout.engine=sglang the servers at rollout.urls are given the weights, and keep them.
+
 examples:
   logra eval configs/quickstart.yaml eval.samples=1024
-  logra eval runs/quickstart-20260101-120000
+  logra eval runs/quickstart-20260101-120000 --best
+  logra eval my-model --config configs/quickstart.yaml --samples answers.jsonl
+  logra eval configs/quickstart.yaml --json eval.samples_per_question=16 \\
+      'eval.pass_at=[1, 4, 16]' eval.temperature=0.6 eval.top_p=0.95
+  logra eval my-model --config configs/quickstart.yaml rollout.engine=sglang \\
+      'rollout.urls=[http://127.0.0.1:30000]'
 """
 EXPORT = """\
-example:
+examples:
   logra export runs/quickstart-20260101-120000 my-model
+  logra export runs/quickstart-20260101-120000 my-best-model --best
 """
 REPLAY = """\
 examples:

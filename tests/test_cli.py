@@ -24,8 +24,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     calls: list[tuple] = []
 
     def stand_in(module: str, name: str, **constants: object) -> None:
-        def function(*args: object) -> int:
-            calls.append((name, *args))
+        def function(*args: object, **options: object) -> int:
+            given = [(k, v) for k, v in options.items() if v not in (None, False)]
+            calls.append((name, *args, *given))
             return 7
 
         monkeypatch.setitem(
@@ -33,7 +34,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
         )
 
     stand_in("logra_jax.training.loop", "train")
-    stand_in("logra_jax.training.evaluate", "evaluate_command")
+    stand_in("logra_jax.training.eval_command", "evaluate_command")
     stand_in("logra_jax.training.export", "export_command")
     stand_in("logra_jax.study.bench", "bench_rollout")
     stand_in("logra_jax.study.fidelity", "fidelity", RANKS=(4, 16))
@@ -71,6 +72,20 @@ def test_eval_and_export_pass_their_arguments_on(calls):
     assert calls == [
         ("evaluate_command", "runs/a", ["eval.samples=9"]),
         ("export_command", "runs/a", "out"),
+    ]
+
+
+def test_eval_takes_a_model_with_a_config_and_export_the_best(calls):
+    cli.main(["eval", "dir", "--config", "a.yaml", "seed=1", "--json", "seed=2"])
+    cli.main(["eval", "runs/a", "--best", "--samples", "a.jsonl"])
+    cli.main(["export", "runs/a", "out", "--best"])
+    assert calls == [
+        (
+            *("evaluate_command", "dir", ["seed=1", "seed=2"]),
+            *(("config", "a.yaml"), ("as_json", True)),
+        ),
+        ("evaluate_command", "runs/a", [], ("best", True), ("samples", "a.jsonl")),
+        ("export_command", "runs/a", "out", ("best", True)),
     ]
 
 

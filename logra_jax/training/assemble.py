@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Key
 from logra_jax.algorithm.predicted_kl import scale_by_predicted_kl
 from logra_jax.algorithm.row_adam import scale_by_row_adam
 from logra_jax.rl.rewards import ReasoningGymReward, RewardPool
-from logra_jax.rl.tasks import Question, Task, draw, reasoning_gym_task
+from logra_jax.rl.tasks import EvalSet, Question, Task, draw, reasoning_gym_task
 from logra_jax.rollout.types import Completions, Sampling
 from logra_jax.training.budget import build_budget
 from logra_jax.training.layout import Layout
@@ -49,6 +49,12 @@ def load_task(config: Config) -> Task:
         seed=task.seed,
         held_out=task.held_out,
     )
+
+
+def load_eval_sets(config: Config, task: Task) -> list[EvalSet]:
+    """The sets that a run is evaluated on."""
+    del config
+    return [EvalSet("heldout", task.held_out)]
 
 
 def build_rewards(config: Config) -> RewardPool:

@@ -2,15 +2,19 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from flax import nnx
+from orbax.checkpoint import checkpoint_managers
 
+from logra_jax.training.journal import has_metrics, read_metrics
 from logra_jax.training.schema import Config
 from logra_jax.training.state import TrainState
 
@@ -51,17 +55,28 @@ _OWN = ("distributed.", "cache_dir")
 
 
 class Checkpoints:
-    """The newest checkpoints of a run; each is whole (written aside, renamed) or not.
+    """The newest checkpoints of a run, and its best; each whole or not there.
+
+    Which is best is not written into them: it is the checkpoint with the highest of
+    ``scores`` (the first of several), which a run has in its journal before it saves.
 
     Args:
         run_dir: the run directory.
-        keep: how many to keep; None keeps all.
+        keep: how many of the newest to keep; None keeps all.
+        scores: of steps, as far as they are known; read whenever they are needed, so
+            that more may come. Without any there is no best checkpoint.
     """
 
-    def __init__(self, run_dir: str | Path, keep: int | None = None):
+    def __init__(
+        self,
+        run_dir: str | Path,
+        keep: int | None = None,
+        scores: Mapping[int, float] | None = None,
+    ):
         self.run_dir = Path(run_dir)
+        self._scores = {} if scores is None else scores
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
+            preservation_policy=_NewestAndBest(keep, self._scores),
             # On disk when `save` returns: buffers are donated to the next step.
             enable_async_checkpointing=False,
             cleanup_tmp_directories=True,
@@ -74,6 +89,16 @@ class Checkpoints:
     def latest_step(self) -> int | None:
         """The newest checkpoint's step, or None."""
         return self._manager.latest_step()
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best checkpoint, or None where no score of one is known."""
+        return _best(self._manager.all_steps(), self._scores)
+
+    def would_be_best(self, step: int) -> bool:
+        """Whether a step's score is known and beats those of all checkpoints."""
+        others = [s for s in self._manager.all_steps() if s != step]
+        return _best([*others, step], self._scores) == step
 
     def save(self, state: TrainState) -> None:
         """Write ``state`` under its step, unless it is there already."""
@@ -103,25 +128,33 @@ class Checkpoints:
         )
         return state._replace(weights=_to_state(found["weights"], like.weights))
 
-    def restore_weights(self, like: nnx.State) -> tuple[int, nnx.State]:
-        """The newest checkpoint's step and weights, nothing else.
+    def restore_weights(
+        self, like: nnx.State, *, best: bool = False
+    ) -> tuple[int, nnx.State]:
+        """A checkpoint's step and weights, nothing else.
+
+        Args:
+            like: arrays or their shapes, dtypes and shardings.
+            best: the best checkpoint, not the newest.
 
         Raises:
             ValueError: there is none.
         """
-        step = self._require_step()
+        step = self._require_step(best)
         weights = _abstract(nnx.to_pure_dict(like))
         items = ocp.args.Composite(weights=ocp.args.StandardRestore(weights))
         found = self._manager.restore(step, args=items)
         return step, _to_state(found["weights"], like)
 
-    def _require_step(self) -> int:
-        if self.latest_step is None:
+    def _require_step(self, best: bool = False) -> int:
+        step = self.best_step if best else self.latest_step
+        if step is None:
+            kind = "an evaluated checkpoint" if best else "a checkpoint"
             raise ValueError(
-                f"`run_dir` must hold a checkpoint, got {str(self.run_dir)!r}, which "
-                "has none yet."
+                f"`run_dir` must hold {kind}, got {str(self.run_dir)!r}, which has "
+                "none yet."
             )
-        return self.latest_step
+        return step
 
     def close(self) -> None:
         """Let go of the directory."""
@@ -132,6 +165,44 @@ class Checkpoints:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+def read_scores(run_dir: Path, metric: str) -> dict[int, float]:
+    """The journal's values of a metric after at least one update, by step.
+
+    The model before it is at hand, and is no checkpoint.
+    """
+    rows = read_metrics(run_dir) if has_metrics(run_dir) else []
+    return {
+        row["step"]: row[metric]
+        for row in rows
+        if row["step"] > 0 and math.isfinite(row.get(metric, math.nan))
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _NewestAndBest(checkpoint_managers.PreservationPolicy):
+    """Orbax's rule of what is not deleted after a save."""
+
+    keep: int | None
+    scores: Mapping[int, float]
+
+    def should_preserve(
+        self,
+        checkpoints: Sequence[Any],
+        *,
+        context: checkpoint_managers.PreservationContext,
+    ) -> list[bool]:
+        del context
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        kept = steps if self.keep is None else sorted(steps)[-self.keep :]
+        return [step in (*kept, _best(steps, self.scores)) for step in steps]
+
+
+def _best(steps: Sequence[int], scores: Mapping[int, float]) -> int | None:
+    """The first of the steps with the highest score."""
+    known = [step for step in sorted(steps) if step in scores]
+    return max(known, key=lambda step: scores[step], default=None)
 
 
 def write_config(run_dir: Path, text: str) -> None:

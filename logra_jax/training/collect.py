@@ -12,6 +12,7 @@ from logra_jax.rollout.types import Completions, concatenate, take_rows
 from logra_jax.training.batches import Batches, Responses, staleness
 from logra_jax.training.distributed import from_leader
 from logra_jax.training.recorder import Recorder
+from logra_jax.training.rollout_metrics import rollout_metrics
 from logra_jax.training.schema import Config
 
 # Responses, their scores, and the rewards that these became.
@@ -116,7 +117,12 @@ class Collector:
         completions = concatenate([responses.completions for responses, *_ in rounds])
         scores = np.concatenate([rewards.values for _, rewards, _ in rounds])
         shaped = np.concatenate([shaped for *_, shaped in rounds])
-        values = _metrics(completions, scores, [rewards for _, rewards, _ in rounds])
+        scored = Rewards(
+            scores,
+            sum(rewards.raised for _, rewards, _ in rounds),
+            sum(rewards.timed_out for _, rewards, _ in rounds),
+        )
+        values = rollout_metrics(completions, scored)
         if np.any(shaped != scores):
             values["reward/shaped"] = float(np.mean(shaped))
         if not self._config.shaping.filter_groups:
@@ -132,15 +138,3 @@ class Collector:
             "filter/filled_up": float(np.mean(~mixed[order])),
         }
         return take_rows(completions, rows), shaped[rows], values
-
-
-def _metrics(
-    completions: Completions, scores: np.ndarray, rewards: list[Rewards]
-) -> dict[str, float]:
-    return {
-        "reward": float(np.mean(scores)),
-        "reward/raised": sum(r.raised for r in rewards),
-        "reward/timed_out": sum(r.timed_out for r in rewards),
-        "length/mean": float(np.mean(completions.lengths)),
-        "length/truncated": float(np.mean(~completions.finished)),
-    }

@@ -13,7 +13,7 @@ that takes long says so.
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import groupby
@@ -28,11 +28,15 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from logra_jax.training.samples import Sample
+
 Values = Mapping[str, float | int]
 
 # Seconds after which a phase off a terminal says that it is still running: early the
 # first time (it may be compiling), late once it is known.
 _FIRST_PATIENCE, _PATIENCE = 2.0, 20.0
+# Characters of a text that are shown.
+_SHOWN = 400
 # Rows between two repetitions of the head.
 _ROWS_PER_HEAD = 30
 
@@ -104,6 +108,7 @@ class Display:
         self._met_phases: set[str] = set()
         self._began = time.monotonic()
         self._phase = ("starting", self._began)
+        self._part: tuple[int, int] | None = None  # done and all of the phase
         self._start = 0  # steps of the processes before this one
         self._finished: list[tuple[int, float]] = []  # (step, when) of this process
         self._spinner = Spinner("dots", style="cyan")
@@ -149,7 +154,7 @@ class Display:
             yield
         finally:
             timer.cancel()
-            self._phase = outer
+            self._phase, self._part = outer, None
         seconds = time.monotonic() - began
         if seconds >= 1.0 and not self._rows:
             self._write(f"{name}: {seconds:.1f} s", "dim")
@@ -173,28 +178,78 @@ class Display:
         row.rstrip()
         self._console.print(row, soft_wrap=True)
 
+    def advance(self, done: int, total: int) -> None:
+        """Show how far the current phase is; the bar is its own until it ends."""
+        self._part = (done, total)
+
     def before_after(self, before: Values, after: Values) -> None:
-        """Write the table of held-out accuracy before and after training.
+        """Write the table of accuracy before and after training.
 
         Args:
-            before, after: mappings with `heldout/greedy` and `heldout/sampled`
-                (shares), each also with `_se` (its standard error) and `_n` (answers).
+            before, after: metrics of two evaluations; of what both have
+                (`heldout/greedy` is a share), the one with `_se` (its standard error)
+                and `_n` (answers) is a row.
         """
         title = "Held-out accuracy (± 1 standard error)"
         table = Table(title=title, title_justify="left", box=box.ROUNDED)
         table.add_column("sampling")
         for head in ("answers", "before", "after", "change"):
             table.add_column(head, justify="right")
-        for label, key in (("greedy", "heldout/greedy"), ("T=1", "heldout/sampled")):
+        keys = [key for key in _measures(after) if f"{key}_se" in before]
+        for key, label in zip(keys, _labels(keys), strict=True):
             change = after[key] - before[key]
             table.add_row(
                 label,
                 str(int(after[f"{key}_n"])),
-                f"{before[key]:.3f} ± {before[f'{key}_se']:.3f}",
-                Text(f"{after[key]:.3f} ± {after[f'{key}_se']:.3f}", "bold"),
+                _accuracy(before, key),
+                Text(_accuracy(after, key), "bold"),
                 Text(f"{change:+.3f}", "green" if change > 0 else "red"),
             )
         self._console.print(table)
+
+    def evaluation(self, values: Values) -> None:
+        """Write the table of one evaluation: a line a measure of each set."""
+        title = "Accuracy (± 1 standard error)"
+        table = Table(title=title, title_justify="left", box=box.ROUNDED)
+        table.add_column("set")
+        table.add_column("measure")
+        for head in ("answers", "accuracy"):
+            table.add_column(head, justify="right")
+        last = None
+        for key in _measures(values):
+            name, _, measure = key.partition("/")
+            table.add_row(
+                "" if name == last else name,
+                measure,
+                str(int(values[f"{key}_n"])),
+                Text(_accuracy(values, key), "bold"),
+            )
+            last = name
+        self._console.print(table)
+        for key, length in values.items():
+            name, _, measure = key.partition("/")
+            if measure == "length":
+                cut, failed = values[f"{name}/truncated"], values[f"{name}/failed"]
+                self._write(
+                    f"{name}: {length:.1f} tokens a sample, {_percent(cut)} cut at the "
+                    f"limit, {failed} responses could not be scored",
+                    "dim",
+                )
+
+    def samples(self, samples: Sequence[Sample]) -> None:
+        """Write responses to read."""
+        for sample in samples:
+            cut = "" if sample.finished else ", cut"
+            head = f"{sample.set}, {sample.mode}, {sample.length} tokens{cut}"
+            self._write(head, "dim")
+            for name, text in (
+                ("question", sample.question),
+                ("response", sample.response),
+                ("reference", sample.gold),
+            ):
+                self._write(f"  {name:<9} {_shortened(text)}")
+            style = "green" if sample.reward > 0 else "red"
+            self._write(f"  {'score':<9} {sample.reward:g}", style)
 
     def note(self, text: str) -> None:
         """Write a line of its own, as it stands."""
@@ -239,14 +294,15 @@ class Display:
         now = time.monotonic()
         name, began = self._phase
         step = self._finished[-1][0] if self._finished else self._start
+        done, total = self._part or (step, self._total)
         grid = Table.grid(padding=(0, 1), expand=True)
         for ratio in (None, None, 1, None, None):
             grid.add_column(ratio=ratio, no_wrap=True)
         grid.add_row(
             self._spinner,
             Text(f"{name} {now - began:.0f} s", "cyan"),
-            ProgressBar(total=self._total, completed=step),
-            f"{step}/{self._total}",
+            ProgressBar(total=total, completed=done),
+            f"{done}/{total}",
             Text(f"{_clock(now - self._began)} {self._left(now)}", "dim"),
         )
         return grid
@@ -260,6 +316,28 @@ class Display:
         pace = (end - start) / (last - first)
         left = (self._total - last) * pace - (now - end)
         return f"· {_clock(max(left, 0.0))} left"
+
+
+def _measures(values: Values) -> list[str]:
+    """Keys of the accuracies among metrics."""
+    return [key for key in values if f"{key}_se" in values and f"{key}_n" in values]
+
+
+def _labels(keys: Sequence[str]) -> list[str]:
+    """Keys without their set, where all are of one."""
+    alone = len({key.partition("/")[0] for key in keys}) == 1
+    return [key.partition("/")[2] if alone else key for key in keys]
+
+
+def _accuracy(values: Values, key: str) -> str:
+    return f"{values[key]:.3f} ± {values[f'{key}_se']:.3f}"
+
+
+def _shortened(text: str) -> str:
+    """A text on one line, without its middle where it is long."""
+    text = " ".join(text.split())
+    half = _SHOWN // 2
+    return text if len(text) <= _SHOWN else f"{text[:half]} … {text[-half:]}"
 
 
 def _clock(seconds: float) -> str:

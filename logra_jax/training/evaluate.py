@@ -1,119 +1,279 @@
-"""Held-out accuracy: every question greedily, and samples at temperature 1."""
+"""Accuracy of a policy on sets of questions: greedily, sampled, best and vote of k.
 
-import math
-from collections.abc import Sequence
-from pathlib import Path
+The keys of an evaluation, for each set (``heldout`` is the task's own):
+
+- ``<set>/greedy``: mean score of one greedy answer to each question;
+- ``<set>/sampled``: mean score of the samples, which is pass@1;
+- ``<set>/pass@<k>``, ``<set>/maj@<k>``: mean over questions of the expected best score
+  of k samples, and of the expected score of the commonest answer among them;
+- ``<set>/macro``: mean over families of their mean sampled scores, each of which is
+  ``<set>/family/<name>``; where there is more than one family;
+- with each of them ``_se``, its standard error clustered by question
+  (:mod:`logra_jax.rl.eval_metrics`), and ``_n``, the responses that it is made of;
+- ``<set>/length`` (tokens), ``<set>/truncated`` (share): of the samples;
+- ``<set>/failed``: responses whose scoring raised or timed out; they count as wrong.
+
+Every evaluation of a run draws the same random numbers, and so does one of the same
+weights from elsewhere: what differs between two is the weights.
+"""
+
+import copy
+import dataclasses
+import zlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Key
 
-from logra_jax.rl.rewards import PendingRewards, RewardPool
-from logra_jax.rl.tasks import Question
-from logra_jax.rollout.types import Sampling
-from logra_jax.training.assemble import (
-    build_rewards,
-    enable_compile_cache,
-    load_task,
-    repeat_to,
-    stream_key,
+from logra_jax.rl.eval_metrics import (
+    Estimate,
+    best_of_k,
+    clustered_mean,
+    macro_mean,
+    vote_of_k,
 )
-from logra_jax.training.checkpoint import CONFIG_FILE, Checkpoints
-from logra_jax.training.config import load_config
-from logra_jax.training.display import Display
+from logra_jax.rl.rewards import PendingRewards, RewardPool, last_number
+from logra_jax.rl.tasks import EvalSet, Question
+from logra_jax.rollout.sglang import SGLangEngine, room_for
+from logra_jax.rollout.types import Sampling, common_prefix
+from logra_jax.training.assemble import repeat_to, stream_key
 from logra_jax.training.distributed import from_leader, is_leader
-from logra_jax.training.policy import Policy, load_policy, model_directory
+from logra_jax.training.policy import Policy
+from logra_jax.training.samples import Sample
+from logra_jax.training.schema import Config
+
+Values = dict[str, float | int]
+
+
+class Evaluation(NamedTuple):
+    """What an evaluation found."""
+
+    values: Values  # under the journal's keys
+    samples: list[Sample]  # every response; empty but in the leading process
 
 
 def evaluate(
     policy: Policy,
     weights: nnx.State,
     rewards: RewardPool,
-    questions: Sequence[Question],
-    key: Key[Array, ""],
+    sets: Sequence[EvalSet],
+    config: Config,
     *,
-    samples: int,
-    batch: int,
-    max_new_tokens: int,
-) -> dict[str, float | int]:
-    """Accuracy on held-out questions, greedy and at temperature 1.
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Evaluation:
+    """Answer and score the questions of every set, as section ``eval`` says.
+
+    Responses are generated ``eval.batch`` at once; where that is done in this process,
+    the last batch is filled up, and what fills it is not counted. One program is
+    compiled for each width of prompts and for greedy answers and samples each.
 
     Args:
-        policy: static parts of the model.
+        policy: static parts of the model, and what samples.
         weights: to evaluate.
-        rewards: scores the responses; accuracy is the mean score.
-        questions: held out; each is answered once greedily.
-        key: of the samples.
-        samples: responses at temperature 1, spread evenly over the questions.
-        batch: responses generated at once; the last batch is filled up, and what
-            fills it is not counted.
-        max_new_tokens: length limit of a response.
-
-    Returns:
-        ``heldout/greedy`` and ``heldout/sampled``, each with ``_se`` (binomial
-        standard error) and ``_n`` (responses scored).
-    """
-    result: dict[str, float | int] = {}
-    plan = {
-        "greedy": (Sampling(0.0, max_new_tokens=max_new_tokens), list(questions)),
-        "sampled": (
-            Sampling(1.0, max_new_tokens=max_new_tokens),
-            repeat_to(questions, samples),
-        ),
-    }
-    for name, (sampling, asked) in plan.items():
-        pending = []
-        for start in range(0, len(asked), batch):
-            part = asked[start : start + batch]
-            key, batch_key = jax.random.split(key)
-            filled = repeat_to(part, batch)
-            _, texts = policy.respond(weights, filled, sampling, batch_key)
-            if is_leader():
-                pending.append(rewards.submit(part, texts[: len(part)]))
-        values = from_leader(_scores, pending)
-        mean = math.fsum(values) / len(values)
-        variance = math.fsum((v - mean) ** 2 for v in values) / len(values)
-        result[f"heldout/{name}"] = mean
-        result[f"heldout/{name}_se"] = math.sqrt(variance / len(values))
-        result[f"heldout/{name}_n"] = len(values)
-    return result
-
-
-def _scores(pending: Sequence[PendingRewards]) -> list[float]:
-    return [float(value) for part in pending for value in part.result().values]
-
-
-def evaluate_command(target: str, overrides: Sequence[str] = ()) -> int:
-    """``logra eval``: a config's model, or the newest checkpoint of a run directory.
+        rewards: scores the responses.
+        sets: of questions.
+        config: of the run.
+        progress: told how many responses of how many are there.
 
     Raises:
-        ValueError: one sentence on what is wrong with the target or the config.
+        ValueError: a prompt that does not fit the model's context.
     """
-    path = Path(target)
-    run_dir = path if path.is_dir() else None
-    config = load_config(path / CONFIG_FILE if run_dir else path, overrides)
-    enable_compile_cache(config)
-    task = load_task(config)
-    with Display(total_steps=0) as display, build_rewards(config) as rewards:
-        rewards.warm()
-        with display.phase("loading the model"):
-            policy, weights = load_policy(config, task, model_directory(config))
-            step = 0
-            if run_dir:
-                with Checkpoints(run_dir) as checkpoints:
-                    step, weights = checkpoints.restore_weights(weights)
-        with display.phase("evaluating"):
-            result = evaluate(
-                policy,
-                weights,
-                rewards,
-                task.held_out,
-                stream_key(config.seed, "eval", step),
-                samples=config.eval.samples,
-                batch=config.eval.batch,
-                max_new_tokens=config.rollout.max_new_tokens,
+    plans = [
+        (chosen, mode, sampling, asked)
+        for chosen in sets
+        for mode, sampling, asked in _plan(chosen, config)
+    ]
+    total, done = sum(len(asked) for *_, asked in plans), 0
+    key = stream_key(config.seed, "eval", 0)
+    values: Values = {}
+    samples: list[Sample] = []
+    for chosen, mode, sampling, asked in plans:
+        answering = _fitted(policy, chosen, sampling, config)
+        stream = zlib.crc32(f"{chosen.name}/{mode}".encode())
+        answers = _Answers(chosen, mode, config.reward.answer)
+        for start in range(0, len(asked), config.eval.batch):
+            progress(done + start, total)
+            part = asked[start : start + config.eval.batch]
+            batch_key = jax.random.fold_in(jax.random.fold_in(key, stream), start)
+            answers.add(answering, weights, rewards, part, sampling, batch_key, config)
+        done += len(asked)
+        found, failed = from_leader(answers.measure, config)
+        values |= found
+        name = f"{chosen.name}/failed"
+        values[name] = values.get(name, 0) + failed
+        samples += answers.samples
+    progress(total, total)
+    return Evaluation(values, samples)
+
+
+def _plan(
+    chosen: EvalSet, config: Config
+) -> list[tuple[str, Sampling, list[Question]]]:
+    """What is asked of a set: mode, how it is sampled, and the questions."""
+    options, questions = config.eval, list(chosen.questions)
+    new = options.max_new_tokens or config.rollout.max_new_tokens
+    count = options.samples
+    if options.samples_per_question is not None:
+        count = options.samples_per_question * len(questions)
+    sampling = Sampling(options.temperature, options.top_p, max_new_tokens=new)
+    plan = [("sampled", sampling, repeat_to(questions, count))]
+    if options.greedy:
+        plan.insert(0, ("greedy", Sampling(0.0, max_new_tokens=new), questions))
+    return plan
+
+
+def _fitted(
+    policy: Policy, chosen: EvalSet, sampling: Sampling, config: Config
+) -> Policy:
+    """The policy with an engine whose prefix and width are those of a set's prompts.
+
+    It is the policy as it is where they fit that: nothing more is compiled.
+    """
+    engine, prompts = policy.engine, policy.encode(chosen.questions)
+    longest, new = max(map(len, prompts)), sampling.max_new_tokens
+    is_remote = isinstance(engine, SGLangEngine)
+    limit = engine.max_positions - (room_for(new) if is_remote else new)
+    if longest > limit:
+        name = "eval.max_new_tokens"
+        if config.eval.max_new_tokens is None:
+            name = "rollout.max_new_tokens"
+        raise ValueError(
+            f"`{name}` must leave the longest prompt of the evaluation set "
+            f"{chosen.name!r} ({longest} tokens) room in the model's context of "
+            f"{engine.max_positions}, got {new}."
+        )
+    start = len(engine.prefix)
+    begins_alike = all(tuple(p[:start]) == engine.prefix for p in prompts)
+    if (
+        begins_alike
+        and start < min(map(len, prompts))
+        and (longest - start <= engine.bucket)
+    ):
+        return policy
+    own = copy.copy(engine)
+    own.prefix = common_prefix(prompts)
+    bucket = config.rollout.prompt_bucket
+    own.bucket = -(-(longest - len(own.prefix)) // bucket) * bucket
+    return dataclasses.replace(policy, engine=own)
+
+
+class _Answers:
+    """The responses to a set's questions in one mode; they lie in the leader alone."""
+
+    def __init__(self, chosen: EvalSet, mode: str, rule: str):
+        self.samples: list[Sample] = []
+        self._set, self._mode, self._rule = chosen, mode, rule
+        self._pending: list[PendingRewards] = []
+        self._unscored: list[Sample] = []
+
+    def add(
+        self,
+        policy: Policy,
+        weights: nnx.State,
+        rewards: RewardPool,
+        part: list[Question],
+        sampling: Sampling,
+        key: jax.Array,
+        config: Config,
+    ) -> None:
+        """Answer some questions; they are scored while others are answered."""
+        is_remote = isinstance(policy.engine, SGLangEngine)
+        filled = part if is_remote else repeat_to(part, config.eval.batch)
+        completions, texts = policy.respond(weights, filled, sampling, key)
+        if not is_leader():
+            return
+        texts = texts[: len(part)]
+        self._pending.append(rewards.submit(part, texts))
+        for i, (question, text) in enumerate(zip(part, texts, strict=True)):
+            self._unscored.append(
+                Sample(
+                    set=self._set.name,
+                    mode=self._mode,
+                    family=question.family,
+                    question=question.text,
+                    gold=question.answer,
+                    response=text,
+                    answer=answer_label(text, self._rule),
+                    reward=0.0,
+                    length=int(completions.lengths[i]),
+                    finished=bool(completions.finished[i]),
+                    n=len(self._unscored) // len(self._set.questions),
+                )
             )
-        for name, label in (("greedy", "greedy"), ("sampled", "T=1   ")):
-            mean, se, n = (result[f"heldout/{name}{s}"] for s in ("", "_se", "_n"))
-            display.note(f"held-out accuracy, {label}: {mean:.3f} ± {se:.3f} (n = {n})")
-    return 0
+
+    def measure(self, config: Config) -> tuple[Values, int]:
+        """Metrics, and the number of responses that could not be scored."""
+        results = [pending.result() for pending in self._pending]
+        scores = [float(value) for result in results for value in result.values]
+        scored = zip(self._unscored, scores, strict=True)
+        self.samples = [sample._replace(reward=score) for sample, score in scored]
+        failed = sum(result.raised + result.timed_out for result in results)
+        name, count = self._set.name, len(self._set.questions)
+        by_question = [self.samples[i::count] for i in range(count)]
+        by_question = [samples for samples in by_question if samples]
+        if self._mode == "greedy":
+            return _entry(f"{name}/greedy", _mean(by_question)), failed
+        found = _sampled(by_question, config.eval.pass_at)
+        return {f"{name}/{key}": value for key, value in found.items()}, failed
+
+
+def _sampled(by_question: Sequence[Sequence[Sample]], pass_at: Sequence[int]) -> Values:
+    """Metrics of a set's samples, grouped by question."""
+    values = _entry("sampled", _mean(by_question))
+    n = values["sampled_n"]
+    for k in pass_at:
+        best = [best_of_k([s.reward for s in group], k) for group in by_question]
+        vote = [
+            vote_of_k([(s.answer, s.reward) for s in group], k) for group in by_question
+        ]
+        for name, each in ((f"pass@{k}", best), (f"maj@{k}", vote)):
+            estimate = clustered_mean([[value] for value in each])
+            values |= _entry(name, estimate._replace(n=int(n)))
+    families: dict[str, list[Sequence[Sample]]] = {}
+    for group in by_question:
+        families.setdefault(group[0].family, []).append(group)
+    if len(families) > 1:
+        means = {name: _mean(groups) for name, groups in sorted(families.items())}
+        values |= _entry("macro", macro_mean(means.values()))
+        for name, estimate in means.items():
+            values |= _entry(f"family/{name}", estimate)
+    samples = [sample for group in by_question for sample in group]
+    values["length"] = float(np.mean([s.length for s in samples]))
+    values["truncated"] = float(np.mean([not s.finished for s in samples]))
+    return values
+
+
+def _mean(by_question: Sequence[Sequence[Sample]]) -> Estimate:
+    return clustered_mean([[s.reward for s in group] for group in by_question])
+
+
+def _entry(key: str, estimate: Estimate) -> Values:
+    return {key: estimate.mean, f"{key}_se": estimate.se, f"{key}_n": estimate.n}
+
+
+def answer_label(text: str, rule: str) -> str | None:
+    """What a response votes for in maj@k: its answer, the same however it is written.
+
+    Args:
+        text: the response.
+        rule: ``last_number`` is its last number (3, 3.0 and 03 are one); any other is
+            the whole text, without regard to case and white space.
+
+    Returns:
+        The answer, or None where there is none.
+
+    Example:
+        >>> answer_label("It is 1,050.50", "last_number")
+        '1050.5'
+    """
+    if rule != "last_number":
+        return " ".join(text.casefold().split()) or None
+    number = last_number(text)
+    if number is None:
+        return None
+    whole, _, part = number.removeprefix("-").partition(".")
+    whole, part = whole.lstrip("0") or "0", part.rstrip("0")
+    digits = f"{whole}.{part}" if part else whole
+    return f"-{digits}" if number.startswith("-") and digits != "0" else digits

@@ -1,6 +1,7 @@
 """A run's model as a Hugging Face directory."""
 
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -9,7 +10,7 @@ from flax import nnx
 from logra_jax.algorithm.lora import merge_lora
 from logra_jax.models.hf import named_tensors, save_tensors
 from logra_jax.training.assemble import load_task
-from logra_jax.training.checkpoint import CONFIG_FILE, Checkpoints
+from logra_jax.training.checkpoint import CONFIG_FILE, Checkpoints, read_scores
 from logra_jax.training.config import load_config
 from logra_jax.training.display import Display
 from logra_jax.training.distributed import from_leader, is_leader
@@ -46,8 +47,34 @@ def export_model(
     return from_leader(write)
 
 
-def export_command(run_dir: str | Path, out_dir: str | Path) -> int:
-    """``logra export``: the newest checkpoint of a run as a Hugging Face directory.
+def take_best(
+    run_dir: Path, scores: Mapping[int, float], weights: nnx.State
+) -> nnx.State:
+    """The best checkpoint's weights, in place of others, which are freed.
+
+    Args:
+        run_dir: of the run.
+        scores: of steps; see :class:`Checkpoints`.
+        weights: of the run's last step; they may not be used any more.
+    """
+    like = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), weights
+    )
+    for array in jax.tree.leaves(weights):
+        array.delete()  # there may be no room for both
+    with Checkpoints(run_dir, scores=scores) as checkpoints:
+        return checkpoints.restore_weights(like, best=True)[1]
+
+
+def export_command(
+    run_dir: str | Path, out_dir: str | Path, *, best: bool = False
+) -> int:
+    """``logra export``: a checkpoint of a run as a Hugging Face directory.
+
+    Args:
+        run_dir: of the run.
+        out_dir: to write.
+        best: the checkpoint with the highest `eval.best`, not the newest.
 
     Raises:
         ValueError: no run or no checkpoint there, or the output exists already.
@@ -63,8 +90,13 @@ def export_command(run_dir: str | Path, out_dir: str | Path) -> int:
         with display.phase("loading the model"):
             source = model_directory(config)
             policy, weights = load_policy(config, load_task(config), source)
-        with display.phase("restoring the checkpoint"), Checkpoints(run_dir) as saved:
-            step, weights = saved.restore_weights(weights)
+        with (
+            display.phase("restoring the checkpoint"),
+            Checkpoints(
+                run_dir, scores=read_scores(run_dir, config.eval.best)
+            ) as saved,
+        ):
+            step, weights = saved.restore_weights(weights, best=best)
         with display.phase("exporting"):
             export_model(policy.method, weights, source, out_dir)
         display.note(f"step {step} exported to {out_dir}")

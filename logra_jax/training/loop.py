@@ -13,6 +13,7 @@ from flax import nnx
 from logra_jax.rl.rewards import RewardPool
 from logra_jax.rl.tasks import Task
 from logra_jax.rollout.servers import ServerError
+from logra_jax.training.alarms import Alarm
 from logra_jax.training.assemble import (
     build_controller,
     build_optimizer,
@@ -21,7 +22,6 @@ from logra_jax.training.assemble import (
     build_training_step,
     enable_compile_cache,
     load_task,
-    stream_key,
 )
 from logra_jax.training.batches import Batches
 from logra_jax.training.checkpoint import (
@@ -43,8 +43,9 @@ from logra_jax.training.distributed import (
     start,
     together,
 )
-from logra_jax.training.evaluate import evaluate
-from logra_jax.training.export import MODEL_DIRECTORY, export_model
+from logra_jax.training.evaluate import Evaluation
+from logra_jax.training.evaluator import Evaluator, is_evaluated
+from logra_jax.training.export import MODEL_DIRECTORY, export_model, take_best
 from logra_jax.training.interrupt import Interrupt
 from logra_jax.training.journal import has_metrics, read_metrics
 from logra_jax.training.layout import first_state
@@ -57,6 +58,9 @@ from logra_jax.training.remote import Remote
 from logra_jax.training.schema import Config
 from logra_jax.training.state import TrainState
 from logra_jax.training.updates import Updates
+
+STOPPED_BY_ALARM = 3
+"""Exit status of a run that an alarm has ended: see `monitor.stop_on`."""
 
 
 def train(config: Config) -> int:
@@ -72,7 +76,8 @@ def train(config: Config) -> int:
     tells the others. A signal to any of them ends all after the same update.
 
     Returns:
-        The exit status: 0, or 128 + the signal's number.
+        The exit status: 0, 128 + the signal's number, or 3 where an alarm of
+        `monitor.stop_on` ended the run: with a checkpoint and the export of the best.
 
     Raises:
         ValueError: one sentence on what is wrong with the config or its inputs.
@@ -160,6 +165,7 @@ class _Run:
         self.display = display
         self.optimizer = build_optimizer(config)
         self.controller = build_controller(config)
+        self.evaluator = Evaluator(config, run_dir, task, rewards, display)
         self.step = build_training_step(config, policy, self.optimizer, self.controller)
         self.monitor = (
             build_training_monitor(config, policy) if config.monitor.every else None
@@ -182,7 +188,8 @@ class _Run:
             self.policy.layout,
         )
         del weights  # the state's buffers are donated: nothing else may hold them
-        with Checkpoints(self.run_dir, train.keep_checkpoints) as checkpoints:
+        known = self.evaluator.scores if self.config.eval.keep_best else None
+        with Checkpoints(self.run_dir, train.keep_checkpoints, known) as checkpoints:
             saved = checkpoints.latest_step
             if saved is not None:
                 with self.display.phase("restoring the checkpoint"):
@@ -213,7 +220,9 @@ class _Run:
                 reached = from_leader(self._reached)
                 while self.done < train.steps and not (
                     self.minibatches.is_used_up
-                    and (reached or self.lost or agree(interrupt.number))
+                    and (
+                        reached or self.lost or self._alarm() or agree(interrupt.number)
+                    )
                 ):
                     state, row = self._update(state, collector)
                     if row is None:
@@ -223,9 +232,12 @@ class _Run:
                         row.values |= self._evaluate(state)
                         reached = self._reached(row.values)
                     self.recorder.hold(row)
-                    if self.done % train.checkpoint_every == 0:
+                    is_due = self.done % train.checkpoint_every == 0
+                    if is_due or checkpoints.would_be_best(self.done):
                         self._save(checkpoints, state)
                 self._save(checkpoints, state)
+                alarm = from_leader(lambda: self.recorder.stop)
+                best = checkpoints.best_step
             if number := agree(interrupt.number):
                 self.display.note(
                     f"stopped by {signal.Signals(number).name} after step "
@@ -242,8 +254,10 @@ class _Run:
             self.display.note(
                 f"held-out accuracy reached {train.target_accuracy}: stopping"
             )
-        self._finish(state)
-        return 0
+        if reached or self.done == train.steps:
+            alarm = None  # it came too late to end anything
+        self._finish(state, alarm, best)
+        return 0 if alarm is None else STOPPED_BY_ALARM
 
     def _acknowledge(self, name: str) -> None:
         self.display.note(f"{name}: stopping after this update")
@@ -327,7 +341,7 @@ class _Run:
         """
         rows = [row for row in read_metrics(self.run_dir) if row["step"] == step]
         row = rows[0] if rows else {}
-        if "heldout/sampled" in row or not self._is_evaluated(step):
+        if is_evaluated(row) or not self._is_evaluated(step):
             return None
         return {name: value for name, value in row.items() if name != "step"}
 
@@ -369,35 +383,33 @@ class _Run:
         return state, row
 
     def _evaluate(self, state: TrainState) -> dict[str, float | int]:
-        """Held-out accuracy; nothing where the servers are lost."""
+        """Metrics of all evaluation sets; nothing where the servers are lost."""
 
-        def measure() -> dict[str, float | int]:
-            return evaluate(
-                self.policy,
-                state.weights,
-                self.rewards,
-                self.task.held_out,
-                stream_key(self.config.seed, "eval", self.done),
-                samples=self.config.eval.samples,
-                batch=self.config.eval.batch,
-                max_new_tokens=self.config.rollout.max_new_tokens,
-            )
+        def measure() -> Evaluation:
+            return self.evaluator.measure(self.policy, state.weights)
 
         with self.recorder.timed("eval", "evaluation"):
-            if self.remote is None:
-                return measure()
             try:
-                return self.remote.persist(self.done, state.weights, measure)
+                if self.remote is None:
+                    found = measure()
+                else:
+                    found = self.remote.persist(self.done, state.weights, measure)
             except ServerError as error:
                 self.lost = error
                 return {}
+        return self.evaluator.keep(self.done, found)
+
+    def _alarm(self) -> bool:
+        """Whether an alarm is to end the run."""
+        stop_on = self.config.monitor.stop_on
+        return bool(stop_on) and bool(agree(self.recorder.stop is not None))
 
     def _reached(self, metrics: dict | None = None) -> bool:
-        target = self.config.train.target_accuracy
+        target, best = self.config.train.target_accuracy, self.config.eval.best
         if metrics is None:
-            rows = [r for r in read_metrics(self.run_dir) if "heldout/sampled" in r]
+            rows = [r for r in read_metrics(self.run_dir) if best in r]
             metrics = rows[-1] if rows else {}
-        return target is not None and metrics.get("heldout/sampled", -1.0) >= target
+        return target is not None and metrics.get(best, -1.0) >= target
 
     def _save(self, checkpoints: Checkpoints, state: TrainState) -> None:
         """Write a checkpoint, and before it the rows that it covers."""
@@ -405,21 +417,41 @@ class _Run:
         with self.recorder.timed("checkpoint", "checkpoint"):
             checkpoints.save(state)
 
-    def _finish(self, state: TrainState) -> None:
-        """Export the model, draw the plots, show what the run came to."""
-        with self.display.phase("exporting the model"):
-            export_model(
-                self.policy.method,
-                state.weights,
-                self.source,
-                self.run_dir / MODEL_DIRECTORY,
-            )
-        from_leader(self._conclude)
+    def _finish(self, state: TrainState, alarm: Alarm | None, best: int | None) -> None:
+        """Export the model, draw the plots, show what the run came to.
 
-    def _conclude(self) -> None:
+        Args:
+            state: the last.
+            alarm: what has ended the run before its time, if anything has.
+            best: step of the best checkpoint, if there is one.
+        """
+        if alarm:
+            self.display.warn(
+                f"stopped after step {self.done} by the alarm {alarm.name!r}: "
+                f"{alarm.message}"
+            )
+        step, weights = self.done, state.weights
+        chosen = self.config.eval.export or ("best" if alarm else "last")
+        with self.display.phase("exporting the model"):
+            if chosen == "best" and best is not None and best != step:
+                step, weights = (
+                    best,
+                    take_best(self.run_dir, self.evaluator.scores, weights),
+                )
+            export_model(
+                self.policy.method, weights, self.source, self.run_dir / MODEL_DIRECTORY
+            )
+        from_leader(self._conclude, step)
+
+    def _conclude(self, step: int) -> None:
+        """Show what the run came to; ``step`` is that of the exported model."""
         with self.display.phase("drawing plots"):
             write_plots(self.run_dir)
-        rows = [r for r in read_metrics(self.run_dir) if "heldout/greedy" in r]
-        self.display.before_after(rows[0], rows[-1])
-        self.display.note(f"trained model: {self.run_dir / MODEL_DIRECTORY}")
-        self.display.note(f"metrics, plots, checkpoints: {self.run_dir}")
+        rows = [row for row in read_metrics(self.run_dir) if is_evaluated(row)]
+        if len(rows) > 1:
+            exported = [row for row in rows if row["step"] == step]
+            self.display.before_after(rows[0], [rows[-1], *exported][-1])
+        self.display.samples(self.evaluator.shown)
+        model = self.run_dir / MODEL_DIRECTORY
+        self.display.note(f"trained model, of step {step}: {model}")
+        self.display.note(f"metrics, samples, plots, checkpoints: {self.run_dir}")

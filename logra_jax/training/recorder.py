@@ -13,10 +13,11 @@ from pathlib import Path
 import jax
 from jaxtyping import Array
 
-from logra_jax.training.alarms import AlarmLog, find_alarms
+from logra_jax.training.alarms import Alarm, AlarmLog
 from logra_jax.training.compiles import CompileWatch
+from logra_jax.training.degradation import Watch
 from logra_jax.training.display import Display
-from logra_jax.training.journal import Journal
+from logra_jax.training.journal import Journal, read_metrics
 from logra_jax.training.schema import Config
 
 _GIB = 2**30
@@ -81,7 +82,7 @@ class Recorder:
         kept: int | None,
         began: float,
     ):
-        self._config, self._display, self._began = config, display, began
+        self._display, self._began = display, began
         self._held: Row | None = None
         self._seconds: dict[str, float] = {}
         self._phase_ended = began
@@ -89,12 +90,16 @@ class Recorder:
         self._warned: set[str] = set()
         self._compiled = 0.0  # seconds, as of the last row
         self._journal: Journal | None = None
+        self._alarm_watch = Watch(config)
         with contextlib.ExitStack() as stack:
             self._compiles = stack.enter_context(CompileWatch())
             self._waiter = stack.enter_context(ThreadPoolExecutor(1, "waiter"))
             if run_dir is not None:
                 self._alarms = AlarmLog(run_dir, resume_step=kept)
                 self._journal = stack.enter_context(Journal(run_dir, resume_step=kept))
+                for row in read_metrics(run_dir):
+                    self._alarm_watch.see(row)
+                self._alarm_watch.stop = None  # of the process before this one
             self._stack = stack.pop_all()
 
     def __enter__(self) -> "Recorder":
@@ -106,6 +111,11 @@ class Recorder:
             failed = () if kind is None else (jax.errors.JaxRuntimeError,)
             with contextlib.suppress(*failed):
                 self.settle()
+
+    @property
+    def stop(self) -> Alarm | None:
+        """The alarm that is to end the run, as of the last row that was settled."""
+        return self._alarm_watch.stop
 
     @property
     def is_ahead(self) -> bool:
@@ -159,8 +169,7 @@ class Recorder:
             row.until = max(row.until, ended)
         fetched = jax.device_get(row.device)  # all of them in one go
         metrics = row.values | {name: value.item() for name, value in fetched.items()}
-        config = self._config
-        found = find_alarms(metrics, config.monitor, responses=config.train.batch)
+        found = self._alarm_watch.see(metrics)
         metrics |= {"alarms": len(found)}
         row.seconds["total"] = row.until - self._began
         values = metrics | {f"seconds/{k}": v for k, v in row.seconds.items()}

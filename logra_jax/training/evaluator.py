@@ -1,0 +1,93 @@
+"""A run's evaluations: measured, and what is left of each: a score, and samples."""
+
+from functools import cached_property
+from pathlib import Path
+
+from flax import nnx
+
+from logra_jax.rl.rewards import RewardPool
+from logra_jax.rl.tasks import EvalSet, Task
+from logra_jax.training.assemble import load_eval_sets
+from logra_jax.training.checkpoint import read_scores
+from logra_jax.training.display import Display
+from logra_jax.training.distributed import from_leader, is_leader, together
+from logra_jax.training.evaluate import Evaluation, Values, evaluate
+from logra_jax.training.policy import Policy
+from logra_jax.training.samples import Sample, samples_path, to_show, write_samples
+from logra_jax.training.schema import Config
+
+
+class Evaluator:
+    """Evaluates the weights of a run now and then.
+
+    Args:
+        config: of the run.
+        run_dir: the run directory.
+        task: of the run.
+        rewards: scores responses.
+        display: shows samples, and how far an evaluation is.
+
+    Attributes:
+        shown: responses of the last evaluation that the user gets to see.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        task: Task,
+        rewards: RewardPool,
+        display: Display,
+    ):
+        self._config, self._run_dir, self._task = config, run_dir, task
+        self._rewards, self._display = rewards, display
+        self.shown: list[Sample] = []
+
+    @cached_property
+    def sets(self) -> list[EvalSet]:
+        """What the run is evaluated on."""
+        return together(load_eval_sets, self._config, self._task)
+
+    @cached_property
+    def scores(self) -> dict[int, float]:
+        """Values of ``eval.best``, by step, which say which checkpoint is the best."""
+        return from_leader(read_scores, self._run_dir, self._config.eval.best)
+
+    def measure(self, policy: Policy, weights: nnx.State) -> Evaluation:
+        """Evaluate the weights on all sets; see :func:`evaluate`."""
+        show = self._display.advance
+        return evaluate(
+            policy, weights, self._rewards, self.sets, self._config, progress=show
+        )
+
+    def keep(self, step: int, found: Evaluation) -> Values:
+        """Keep the score and some responses of an evaluation; its metrics.
+
+        Args:
+            step: updates that made the weights; at 0 responses are shown at once.
+            found: the evaluation.
+
+        Raises:
+            ValueError: ``eval.best`` is no metric of it.
+        """
+        options, values = self._config.eval, found.values
+        if values and options.best not in values:
+            known = ", ".join(name for name in values if f"{name}_se" in values)
+            raise ValueError(
+                f"`eval.best` must be a metric of the evaluation, got {options.best!r};"
+                f" there are {known}."
+            )
+        if values and step > 0:
+            self.scores[step] = values[options.best]
+        if is_leader():
+            path = samples_path(self._run_dir, step)
+            write_samples(path, found.samples, options.keep_samples)
+            self.shown = to_show(found.samples, options.show_samples)
+            if step == 0:
+                self._display.samples(self.shown)
+        return values
+
+
+def is_evaluated(row: Values) -> bool:
+    """Whether a row of the journal holds an evaluation."""
+    return any(name.endswith("/sampled") for name in row)
