@@ -108,6 +108,32 @@ def evaluate(
     return Evaluation(values, samples)
 
 
+def check_evaluation(policy: Policy, sets: Sequence[EvalSet], config: Config) -> None:
+    """Refuse what a run's first evaluation would, before the run begins.
+
+    Raises:
+        ValueError: a prompt that does not fit the model's context, or an `eval.best`
+            that is not measured.
+    """
+    known = []
+    for chosen in sets:
+        for mode, sampling, _ in _plan(chosen, config):
+            _fitted(policy, chosen, sampling, config)
+            known.append(f"{chosen.name}/{mode}")
+        for k in set(config.eval.pass_at) - {1}:
+            known += [f"{chosen.name}/pass@{k}", f"{chosen.name}/maj@{k}"]
+        families = sorted({question.family for question in chosen.questions})
+        if len(families) > 1:
+            names = ("macro", *(f"family/{family}" for family in families))
+            known += [f"{chosen.name}/{name}" for name in names]
+    best = config.eval.best
+    if known and best not in known:
+        raise ValueError(
+            f"`eval.best` must be a metric of the evaluation, got {best!r}; there are "
+            f"{', '.join(known)}."
+        )
+
+
 def _plan(
     chosen: EvalSet, config: Config
 ) -> list[tuple[str, Sampling, list[Question]]]:
@@ -224,6 +250,8 @@ def _sampled(by_question: Sequence[Sequence[Sample]], pass_at: Sequence[int]) ->
     values = _entry("sampled", _mean(by_question))
     n = values["sampled_n"]
     for k in pass_at:
+        if k == 1:  # that is what `sampled` is
+            continue
         best = [best_of_k([s.reward for s in group], k) for group in by_question]
         vote = [
             vote_of_k([(s.answer, s.reward) for s in group], k) for group in by_question

@@ -11,7 +11,7 @@ from logra_jax.training.assemble import load_eval_sets
 from logra_jax.training.checkpoint import read_scores
 from logra_jax.training.display import Display
 from logra_jax.training.distributed import from_leader, is_leader, together
-from logra_jax.training.evaluate import Evaluation, Values, evaluate
+from logra_jax.training.evaluate import Evaluation, Values, check_evaluation, evaluate
 from logra_jax.training.policy import Policy
 from logra_jax.training.samples import Sample, samples_path, to_show, write_samples
 from logra_jax.training.schema import Config
@@ -24,29 +24,36 @@ class Evaluator:
         config: of the run.
         run_dir: the run directory.
         task: of the run.
+        policy: of the run.
         rewards: scores responses.
         display: shows samples, and how far an evaluation is.
 
     Attributes:
+        sets: what the run is evaluated on.
         shown: responses of the last evaluation that the user gets to see.
+
+    Raises:
+        ValueError: sets that cannot be had, or not evaluated: see
+            :func:`check_evaluation`.
     """
+
+    sets: list[EvalSet]
+    shown: list[Sample]
 
     def __init__(
         self,
         config: Config,
         run_dir: Path,
         task: Task,
+        policy: Policy,
         rewards: RewardPool,
         display: Display,
     ):
-        self._config, self._run_dir, self._task = config, run_dir, task
+        self._config, self._run_dir = config, run_dir
         self._rewards, self._display = rewards, display
-        self.shown: list[Sample] = []
-
-    @cached_property
-    def sets(self) -> list[EvalSet]:
-        """What the run is evaluated on."""
-        return together(load_eval_sets, self._config, self._task)
+        self.sets = together(load_eval_sets, config, task)
+        self.shown = []
+        check_evaluation(policy, self.sets, config)
 
     @cached_property
     def scores(self) -> dict[int, float]:
@@ -66,18 +73,9 @@ class Evaluator:
         Args:
             step: updates that made the weights; at 0 responses are shown at once.
             found: the evaluation.
-
-        Raises:
-            ValueError: ``eval.best`` is no metric of it.
         """
         options, values = self._config.eval, found.values
-        if values and options.best not in values:
-            known = ", ".join(name for name in values if f"{name}_se" in values)
-            raise ValueError(
-                f"`eval.best` must be a metric of the evaluation, got {options.best!r};"
-                f" there are {known}."
-            )
-        if values and step > 0:
+        if options.best in values and step > 0:
             self.scores[step] = values[options.best]
         if is_leader():
             path = samples_path(self._run_dir, step)

@@ -165,7 +165,7 @@ class _Run:
         self.display = display
         self.optimizer = build_optimizer(config)
         self.controller = build_controller(config)
-        self.evaluator = Evaluator(config, run_dir, task, rewards, display)
+        self.evaluator = Evaluator(config, run_dir, task, policy, rewards, display)
         self.step = build_training_step(config, policy, self.optimizer, self.controller)
         self.monitor = (
             build_training_monitor(config, policy) if config.monitor.every else None

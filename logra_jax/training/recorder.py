@@ -71,7 +71,13 @@ class Recorder:
         display: shows the rows.
         kept: the journal's last step to keep; None for a new one.
         began: when the process began, by ``time.monotonic``.
+
+    Attributes:
+        stop: the alarm that is to end the run, once a row that was settled has raised
+            it; None in a process that keeps no record.
     """
+
+    stop: Alarm | None
 
     def __init__(
         self,
@@ -91,6 +97,7 @@ class Recorder:
         self._compiled = 0.0  # seconds, as of the last row
         self._journal: Journal | None = None
         self._alarm_watch = Watch(config)
+        self.stop = None
         with contextlib.ExitStack() as stack:
             self._compiles = stack.enter_context(CompileWatch())
             self._waiter = stack.enter_context(ThreadPoolExecutor(1, "waiter"))
@@ -99,7 +106,6 @@ class Recorder:
                 self._journal = stack.enter_context(Journal(run_dir, resume_step=kept))
                 for row in read_metrics(run_dir):
                     self._alarm_watch.see(row)
-                self._alarm_watch.stop = None  # of the process before this one
             self._stack = stack.pop_all()
 
     def __enter__(self) -> "Recorder":
@@ -111,11 +117,6 @@ class Recorder:
             failed = () if kind is None else (jax.errors.JaxRuntimeError,)
             with contextlib.suppress(*failed):
                 self.settle()
-
-    @property
-    def stop(self) -> Alarm | None:
-        """The alarm that is to end the run, as of the last row that was settled."""
-        return self._alarm_watch.stop
 
     @property
     def is_ahead(self) -> bool:
@@ -170,6 +171,7 @@ class Recorder:
         fetched = jax.device_get(row.device)  # all of them in one go
         metrics = row.values | {name: value.item() for name, value in fetched.items()}
         found = self._alarm_watch.see(metrics)
+        self.stop = self.stop or self._alarm_watch.stop
         metrics |= {"alarms": len(found)}
         row.seconds["total"] = row.until - self._began
         values = metrics | {f"seconds/{k}": v for k, v in row.seconds.items()}

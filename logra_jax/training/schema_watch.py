@@ -37,7 +37,7 @@ class EvalConfig:
     """Responses sampled to each question, in place of `samples`."""
     pass_at: list[int] = field(default_factory=list)
     """Numbers k of samples of which the best (pass@k) and the commonest answer (maj@k)
-    are scored; none needs more than `samples_per_question`."""
+    are scored, none above `samples_per_question`; of 1 both are the plain mean."""
     temperature: float = 1.0
     """Of the samples."""
     top_p: float = 1.0
