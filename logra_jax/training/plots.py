@@ -5,7 +5,8 @@ write_plots("runs/quickstart")  # accuracy.png, kl.png, length.png, cost.png
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,10 +101,7 @@ def _draw_accuracy(figure: Figure, rows: Sequence[dict[str, Any]]) -> None:
     label = f"training reward (mean of {window} steps)"
     if len(reward):
         axes.plot(reward.steps, average, color=_BLUE, lw=2.2, label=label)
-    for key, label, colour, marker in (
-        ("heldout/greedy", "held-out, greedy", _GREEN, "s"),
-        ("heldout/sampled", "held-out, T=1", _RED, "o"),
-    ):
+    for key, label, colour, marker in _accuracies(rows):
         accuracy = _Series.of(rows, key)
         error = _Series.of(rows, f"{key}_se")
         bars = error.values if len(error) == len(accuracy) else None
@@ -120,6 +118,19 @@ def _draw_accuracy(figure: Figure, rows: Sequence[dict[str, Any]]) -> None:
             )
     axes.set(title="Accuracy", ylabel="share correct (± 1 standard error)", ylim=(0, 1))
     _finish(axes, rows)
+
+
+def _accuracies(
+    rows: Sequence[dict[str, Any]],
+) -> Iterator[tuple[str, str, str, str]]:
+    """Key, label, colour and marker: the task's own held-out set, then the others."""
+    yield "heldout/greedy", "held-out, greedy", _GREEN, "s"
+    yield "heldout/sampled", "held-out, sampled", _RED, "o"
+    sampled = dict.fromkeys(k for r in rows for k in r if k.endswith("/sampled"))
+    others = [key for key in sampled if key != "heldout/sampled"]
+    colours = itertools.cycle((_ORANGE, _PURPLE, _SKY, _GREY))
+    for key, colour in zip(others, colours, strict=False):
+        yield key, key.removesuffix("/sampled"), colour, "^"
 
 
 def _draw_kl(figure: Figure, rows: Sequence[dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ from logra_jax.training.alarms import (
     find_alarms,
     read_alarms,
 )
-from logra_jax.training.schema_watch import MonitorConfig
+from logra_jax.training.schema_watch import ALARMS, MonitorConfig
 
 LIMITS = MonitorConfig()
 # An update of the quickstart, as its journal has it: 2.6 % of the weights change, and
@@ -69,6 +69,11 @@ FAULTS = {
     "reward_raised": {"reward/raised": 7},
     "reward_timed_out": {"reward/timed_out": 7},
 }
+
+
+def test_every_alarm_has_a_name_to_stop_on():
+    grow = {"length_growth", "repetition", "entropy_collapse", "kl_overspend"}
+    assert set(ALARMS) == {*FAULTS, *grow, "eval_drop"}
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -1,4 +1,5 @@
 import io
+import math
 import time
 
 import pytest
@@ -6,6 +7,7 @@ from rich.console import Console
 
 from logra_jax.training import display as display_module
 from logra_jax.training.display import Display
+from logra_jax.training.samples import Sample
 
 VALUES = {
     "reward": 0.53125,
@@ -134,6 +136,70 @@ def test_before_after_shows_accuracy_error_count_and_change():
         "greedy │ 60 │ 0.400 ± 0.063 │ 0.717 ± 0.063 │ +0.317",
         "sampled │ 256 │ 0.150 ± 0.022 │ 0.100 ± 0.022 │ -0.050",
     ]
+
+
+def test_sets_are_told_apart_and_what_one_evaluation_lacks_is_left_out():
+    log = console(width=100)
+    other = {f"aime/{k}": v for k, v in (("sampled", 0.1), ("sampled_se", 0.02))}
+    other["aime/sampled_n"] = 30
+    after = ACCURACY | other | {"aime/length": 7.0}
+    Display(2, console=log).before_after(ACCURACY | other, after)
+    Display(2, console=log).before_after(ACCURACY, after)
+    rows = [
+        line.split("│")[1].strip() for line in text(log).splitlines() if "│" in line
+    ]
+    assert rows == [
+        *("sampling", "heldout/greedy", "heldout/sampled", "aime/sampled"),
+        *("sampling", "greedy", "sampled"),
+    ]
+
+
+def test_an_evaluation_is_a_table_with_a_line_on_lengths():
+    log = console(width=100)
+    values = ACCURACY | {"heldout/length": 8.06, "heldout/truncated": 0.125}
+    values |= {"heldout/failed": 2, "a/maj@4": 0.5, "a/maj@4_se": math.nan}
+    Display(0, console=log).evaluation(values | {"a/maj@4_n": 8})
+    lines = text(log).splitlines()
+    rows = [" ".join(line.strip("│").split()) for line in lines if "│" in line]
+    assert rows[1:] == [
+        "heldout │ greedy │ 60 │ 0.400 ± 0.063",
+        "│ sampled │ 256 │ 0.150 ± 0.022",
+        "a │ maj@4 │ 8 │ 0.500 ± nan",
+    ]
+    assert lines[-1] == (
+        "heldout: 8.1 tokens a sample, 12% cut at the limit, 2 responses could not be "
+        "scored"
+    )
+
+
+def test_responses_are_shown_on_a_line_each_and_as_they_stand():
+    log = console()
+    middle = "[bold]x " * 200
+    sample = Sample(
+        *("heldout", "greedy", "f", "What\nis it?", "5", f"start {middle}end", "5"),
+        *(1.0, 700, False, 0),
+    )
+    Display(0, console=log).samples([sample])
+    head, question, response, reference, score = text(log).splitlines()
+    assert head == "heldout, greedy, 700 tokens, cut"
+    assert question == "  question  What is it?"
+    assert response.startswith("  response  start [bold]x")
+    assert response.endswith("x end")
+    assert " … " in response
+    assert len(response) < 430
+    assert (reference, score) == ("  reference 5", "  score     1")
+
+
+def test_a_phase_s_own_progress_is_shown_until_it_ends():
+    terminal = console(terminal=True)
+    with Display(24, console=terminal) as display:
+        assert display._live is not None
+        with display.phase("evaluation"):
+            display.advance(64, 300)
+            display._live.refresh()
+            assert "64/300" in text(terminal)
+        display._live.refresh()
+        assert "0/24" in text(terminal).rpartition("64/300")[2]
 
 
 def test_a_note_is_written_as_it_stands():

@@ -3,8 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from logra_jax.training.journal import Journal
-from logra_jax.training.plots import _moving_average, write_plots
+from logra_jax.training.journal import Journal, read_metrics
+from logra_jax.training.plots import _accuracies, _moving_average, write_plots
 
 NAMES = ["accuracy.png", "kl.png", "length.png", "cost.png"]
 
@@ -55,6 +55,17 @@ def test_any_length_of_run_is_drawn_without_a_warning(tmp_path, steps, evaluate)
 def test_a_run_that_has_only_been_evaluated_is_drawn(tmp_path):
     write_run(tmp_path, 0)
     assert_pictures(tmp_path)
+
+
+def test_every_evaluation_set_is_drawn(tmp_path):
+    others = {f"set{i}/{name}": 0.2 for i in range(5) for name in ("sampled", "greedy")}
+    write_run(tmp_path, 3, **others, **{"set0/sampled_se": math.nan})
+    assert_pictures(tmp_path)
+    drawn = [key for key, *_ in _accuracies(read_metrics(tmp_path))]
+    assert drawn == [
+        *("heldout/greedy", "heldout/sampled"),
+        *(f"set{i}/sampled" for i in range(5)),
+    ]
 
 
 def test_a_run_without_a_line_is_drawn(tmp_path):
