@@ -21,8 +21,9 @@ then, in another terminal:
       'rollout.urls=[http://127.0.0.1:30000]'
 """
 EVAL = """\
-The same weights give the same numbers from a run, its checkpoint and its export. With
-rollout.engine=sglang the servers at rollout.urls are given the weights, and keep them.
+The same weights give the same numbers from a run, its checkpoint and its export (but
+for LoRA, which the export rounds). With rollout.engine=sglang the servers at
+rollout.urls are given the weights, and keep them: do not take those of a run.
 
 examples:
   logra eval configs/quickstart.yaml eval.samples=1024

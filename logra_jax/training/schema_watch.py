@@ -128,8 +128,8 @@ class MonitorConfig:
     """Alarm where `eval.best` lies this far below the best so far, and by more than 2
     standard errors of the difference."""
     stop_on: list[str] = field(default_factory=list)
-    """Names of alarms that end the run; it then exports its best checkpoint. Others
-    warn."""
+    """Names of alarms that end the run, after the update under way, with exit status 3;
+    it exports its best checkpoint. Others warn."""
     patience: int = 3
     """Times in a row that such an alarm must be raised: by updates, or by evaluations
     where it judges those."""

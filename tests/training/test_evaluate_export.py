@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from logra_jax.cli import main
+from logra_jax.rl.tasks import EvalSet, Question
+from logra_jax.training import eval_command
 from logra_jax.training.journal import read_metrics
 from logra_jax.training.samples import read_samples, samples_path
 
@@ -46,6 +48,29 @@ def test_eval_of_a_config_measures_the_untrained_model(
 ):
     first = evaluated(read_metrics(finished_run)[0])
     assert evaluation(capsys, str(tiny_config)) == first
+
+
+def test_further_sets_have_keys_of_their_own_and_change_no_others(
+    finished_run: Path, tiny_config: Path, capsys, monkeypatch
+):
+    """Their prompts begin unlike the task's, and are longer."""
+
+    def load(config, task):
+        entry = task.held_out[0].entry
+        long = Question("Say " + "any " * 30 + "digit!", "5", entry, "long")
+        short = Question("Say a digit!", "5", entry, "short")
+        others = (long, short, task.held_out[0])
+        return [EvalSet("heldout", task.held_out), EvalSet("other", others)]
+
+    monkeypatch.setattr(eval_command, "load_eval_sets", load)
+    found = evaluation(capsys, str(tiny_config))
+    assert evaluated(found) == evaluated(read_metrics(finished_run)[0])
+    assert found["other/greedy_n"] == 3
+    assert found["other/sampled_n"] == 16
+    families = [found[f"other/family/{name}"] for name in ("long", "short")]
+    assert found["other/macro"] == pytest.approx(
+        (sum(families) + found["other/family/chain_sum"]) / 3
+    )
 
 
 def test_eval_shows_a_table_and_some_responses_and_writes_all(

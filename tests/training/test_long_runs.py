@@ -48,7 +48,7 @@ reward: {{answer: whole_text, partial: true}}
 cache_dir: {cache}
 rollout: {{max_new_tokens: 3, prompt_bucket: 1}}
 train: {{steps: 6, batch: 8, microbatch: 4, eval_every: 4, checkpoint_every: 5}}
-eval: {{samples: 8, batch: 8}}
+eval: {{samples: 8, batch: 8, keep_best: false}}
 """
 
 
