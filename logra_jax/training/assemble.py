@@ -1,5 +1,6 @@
 """From a config to the parts of a run: task, rewards, optimizer, step, batches."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Key
 from logra_jax.algorithm.predicted_kl import scale_by_predicted_kl
 from logra_jax.algorithm.row_adam import scale_by_row_adam
 from logra_jax.rl.rewards import ReasoningGymReward, RewardPool
-from logra_jax.rl.tasks import EvalSet, Question, Task, draw, reasoning_gym_task
+from logra_jax.rl.tasks import EvalSet, Question, Task, draw
 from logra_jax.rollout.types import Completions, Sampling
 from logra_jax.training.budget import build_budget
 from logra_jax.training.layout import Layout
@@ -22,9 +23,12 @@ from logra_jax.training.objective import LossOptions
 from logra_jax.training.packing import Fields, pack
 from logra_jax.training.parts import StepOptions
 from logra_jax.training.paths import default_cache_dir
-from logra_jax.training.policy import Policy
+from logra_jax.training.policy import Policy, model_directory
 from logra_jax.training.prepare import Prepare, build_prepare
+from logra_jax.training.prompts import drop_too_long
+from logra_jax.training.questions import load_questions
 from logra_jax.training.schema import Config
+from logra_jax.training.schema_task import HELD_OUT
 from logra_jax.training.state import Batch
 from logra_jax.training.step import Step, build_step
 
@@ -40,21 +44,40 @@ def enable_compile_cache(config: Config) -> None:
 
 
 def load_task(config: Config) -> Task:
-    """The questions of a run, split."""
-    task = config.task
-    return reasoning_gym_task(
-        task.name,
-        task.options,
-        size=task.size,
-        seed=task.seed,
-        held_out=task.held_out,
-    )
+    """The questions of a run: to train on, held out, and of its evaluation sets.
+
+    With `task.too_long=drop`, those whose prompts do not fit the model are left out;
+    the model is fetched to see which.
+
+    Raises:
+        ValueError: the questions, or the model, cannot be had.
+    """
+    task = load_questions(config)
+    if config.task.too_long == "drop":
+        task = drop_too_long(config, task, model_directory(config))
+    return task
 
 
 def load_eval_sets(config: Config, task: Task) -> list[EvalSet]:
-    """The sets that a run is evaluated on."""
-    del config
-    return [EvalSet("heldout", task.held_out)]
+    """What a run is measured on: its held-out questions first, then `eval.sets`.
+
+    Held-out questions are called "heldout", and left out where there are none. The
+    questions of a set that brings a reward of its own name the set as their scorer.
+    """
+    held_out = [EvalSet(HELD_OUT, task.held_out)] if task.held_out else []
+    return held_out + [
+        EvalSet(
+            one.name,
+            tuple(
+                dataclasses.replace(question, scorer=one.name)
+                if config.eval.sets[one.name].reward is not None
+                else question
+                for question in one.questions
+            ),
+            one.dropped,
+        )
+        for one in task.eval_sets
+    ]
 
 
 def build_rewards(config: Config) -> RewardPool:

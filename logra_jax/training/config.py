@@ -18,13 +18,21 @@ from logra_jax.training.schema import Config, ModelConfig, TrainConfig
 from logra_jax.training.schema_reward import RewardConfig
 from logra_jax.training.schema_rl import ReferenceConfig, RLConfig, ShapingConfig
 from logra_jax.training.schema_rollout import RolloutConfig
-from logra_jax.training.schema_task import TaskConfig
+from logra_jax.training.schema_task import (
+    ColumnsConfig,
+    EvalSetConfig,
+    FamilyConfig,
+    TaskConfig,
+)
 from logra_jax.training.schema_update import KLConfig, OptimizerConfig, SketchConfig
 from logra_jax.training.schema_watch import EvalConfig, MonitorConfig
 
 __all__ = [
+    "ColumnsConfig",
     "Config",
     "EvalConfig",
+    "EvalSetConfig",
+    "FamilyConfig",
     "KLConfig",
     "ModelConfig",
     "MonitorConfig",
@@ -135,8 +143,16 @@ def _leaf_type(key: str) -> Any:
     """The type of the field at a dotted key, or None if there is no such field."""
     kind: Any = Config
     for part in key.split("."):
-        kind = _fields(kind).get(part) if dataclasses.is_dataclass(kind) else None
+        section = _section_by_name(kind)
+        known = _fields(kind) if dataclasses.is_dataclass(kind) else {}
+        kind = section or known.get(part)
     return kind
+
+
+def _section_by_name(kind: Any) -> Any:
+    """The sections of a mapping from names to sections, or None if it is no such."""
+    value = typing.get_args(kind)[1] if typing.get_origin(kind) is dict else None
+    return value if dataclasses.is_dataclass(value) else None
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:
@@ -153,15 +169,22 @@ def _check_tree(tree: Mapping[str, Any], kind: Any, prefix: str) -> None:
         if key not in known:
             raise ValueError(_unknown_key(name, prefix, known))
         if dataclasses.is_dataclass(known[key]):
-            section = ", ".join(_fields(known[key]))
-            rule, remedy = "be a section", f"its keys are {section}"
-            require(isinstance(value, Mapping), name, value, rule, remedy)
-            _check_tree(value, known[key], f"{name}.")
+            _check_section(value, known[key], name)
+        elif section := _section_by_name(known[key]):
+            require(isinstance(value, Mapping), name, value, "be a mapping")
+            for part, values in value.items():
+                _check_section(values, section, f"{name}.{part}")
         elif str in _alternatives(known[key]):
             rule, remedy = "be text", "put it in quotes"
             require(isinstance(value, str | None), name, value, rule, remedy)
         else:
             _check_list(value, known[key], name)
+
+
+def _check_section(value: Any, kind: Any, name: str) -> None:
+    rule, remedy = "be a section", f"its keys are {', '.join(_fields(kind))}"
+    require(isinstance(value, Mapping), name, value, rule, remedy)
+    _check_tree(value, kind, f"{name}.")
 
 
 def _check_list(value: Any, kind: Any, name: str) -> None:

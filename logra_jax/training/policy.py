@@ -23,7 +23,7 @@ from logra_jax.models.sources import find_model
 from logra_jax.models.tokenizer import ChatTokenizer
 from logra_jax.rl.tasks import Question, Task
 from logra_jax.rollout.local import LocalEngine
-from logra_jax.rollout.sglang import SGLangEngine, room_for
+from logra_jax.rollout.sglang import SGLangEngine
 from logra_jax.rollout.types import Completions, Sampling, common_prefix
 from logra_jax.training.layout import Layout, build_layout
 from logra_jax.training.methods import (
@@ -35,6 +35,7 @@ from logra_jax.training.methods import (
 )
 from logra_jax.training.packing import check_row
 from logra_jax.training.paths import default_cache_dir
+from logra_jax.training.prompts import encode_question, encode_task
 from logra_jax.training.schema import Config
 
 # All exchanges of a program go by one name there, and may run at the same time: one is
@@ -98,16 +99,6 @@ class Policy:
         return [self.tokenizer.decode(row[:n]) for row, n in ended]
 
 
-def encode_question(
-    tokenizer: ChatTokenizer, question: Question, system_prompt: str | None
-) -> list[int]:
-    """The prompt's token ids: chat template, with a system message where one is set."""
-    messages = [{"role": "user", "content": question.text}]
-    if system_prompt is not None:
-        messages.insert(0, {"role": "system", "content": system_prompt})
-    return tokenizer.encode_chat(messages)
-
-
 def model_directory(config: Config, *, shapes_only: bool = False) -> Path:
     """The Hugging Face directory of ``model.path``, fetched or converted first.
 
@@ -162,18 +153,8 @@ def load_policy(
         method = method_of(config, place(model))
         layout = build_layout(mesh, method, weights)
         weights = layout.put_weights(weights)
-    prompts = [
-        encode_question(tokenizer, q, config.task.system_prompt)
-        for q in (*task.train, *task.held_out)
-    ]
+    prompts = encode_task(config, task, tokenizer, shapes)
     longest, new = max(map(len, prompts)), config.rollout.max_new_tokens
-    unused = room_for(new) - new if config.rollout.engine == "sglang" else 0
-    if longest + new + unused > shapes.max_positions:
-        less = f", less {unused} that SGLang leaves unused" if unused else ""
-        raise ValueError(
-            "`rollout.max_new_tokens` and the longest prompt must fit the model's "
-            f"context of {shapes.max_positions} tokens{less}, got {new} + {longest}."
-        )
     prefix, bucket = common_prefix(prompts), config.rollout.prompt_bucket
     if config.train.microbatch_tokens is not None:
         check_row(

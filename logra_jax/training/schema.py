@@ -3,6 +3,7 @@
 Each stage checks its own values, `Config` what concerns more than one.
 """
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,7 +14,7 @@ from logra_jax.training.schema_reward import RewardConfig
 from logra_jax.training.schema_rl import ReferenceConfig, RLConfig, ShapingConfig
 from logra_jax.training.schema_rollout import RolloutConfig
 from logra_jax.training.schema_serve import ServeConfig
-from logra_jax.training.schema_task import TaskConfig
+from logra_jax.training.schema_task import HELD_OUT, TaskConfig
 from logra_jax.training.schema_update import KLConfig, OptimizerConfig, SketchConfig
 from logra_jax.training.schema_watch import EvalConfig, MonitorConfig
 
@@ -186,7 +187,26 @@ class Config:
             "set rl.correction=token",
         )
 
+        self._check_eval_sets()
         self._check_kind()
+
+    def _check_eval_sets(self) -> None:
+        for name, questions in self.eval.sets.items():
+            require(
+                re.fullmatch(r"[\w-]+", name) is not None and name != HELD_OUT,
+                f"eval.sets.{name}",
+                name,
+                f"be called by letters, digits, - and _, and not {HELD_OUT}",
+                "metrics go by that name",
+            )
+            questions.check(f"eval.sets.{name}")
+        require(
+            self.task.held_out > 0 or bool(self.eval.sets),
+            "task.held_out",
+            self.task.held_out,
+            "be above 0 without `eval.sets`",
+            "there would be nothing to measure on",
+        )
 
     def _check_kind(self) -> None:
         """Refuse what is made of sketches, or of their factors, without such."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from logra_jax.training.checks import at_least, positive, require
+from logra_jax.training.schema_task import EvalSetConfig
 
 ALARMS = (
     "update_dropped",
@@ -61,6 +62,8 @@ class EvalConfig:
     export: Literal["last", "best"] | None = None
     """Which checkpoint a run exports at its end; null is the last one, or the best one
     where an alarm has ended the run."""
+    sets: dict[str, EvalSetConfig] = field(default_factory=dict)
+    """Further questions to measure on, by name; none of them is trained on."""
 
     def __post_init__(self) -> None:
         """Check values."""

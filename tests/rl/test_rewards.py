@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from logra_jax.rl.reasoning_gym_tasks import reasoning_gym_task
 from logra_jax.rl.rewards import ReasoningGymReward, RewardPool, last_number
-from logra_jax.rl.tasks import Question, reasoning_gym_task
+from logra_jax.rl.tasks import Question
 
 # A module of its own: workers import their reward, and must be able to.
 CAST = """

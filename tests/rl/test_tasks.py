@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from logra_jax.rl.tasks import Question, draw, reasoning_gym_task
+from logra_jax.rl.reasoning_gym_tasks import reasoning_gym_task
+from logra_jax.rl.tasks import Question, draw
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 LETTERS = [Question(letter, letter.upper(), {}) for letter in "abcdefg"]
@@ -56,7 +57,7 @@ def test_entries_are_whole_and_picklable():
 
 def test_same_arguments_give_the_same_task_in_another_process():
     code = (
-        "from logra_jax.rl.tasks import reasoning_gym_task as task\n"
+        "from logra_jax.rl.reasoning_gym_tasks import reasoning_gym_task as task\n"
         f"print(task('chain_sum', {SUMS}, size=60, seed=3, held_out=0.3))"
     )
     command = [sys.executable, "-c", code]

@@ -27,6 +27,10 @@ from logra_jax.training.paths import default_cache_dir, default_run_dir
 from logra_jax.training.policy import model_directory
 
 REPOSITORY = Path(__file__).parents[2]
+EVAL_KEYS = (
+    "samples, samples_per_question, pass_at, temperature, top_p, max_new_tokens, "
+    "greedy, batch, keep_samples, show_samples, best, keep_best, export, sets."
+)
 MINIMAL = "model:\n  path: some-model\ntrain:\n  steps: 3\n"
 
 
@@ -126,7 +130,7 @@ def test_yaml_round_trip_is_exact(tmp_path_factory, steps, eps, clip, prompt):
         ),
         (
             "eval.zzz=1",
-            "`eval.zzz` is not a config key; the keys of `eval` are samples, ",
+            "`eval.zzz` is not a config key; the keys of `eval` are " + EVAL_KEYS,
         ),
         ("train.steps=many", "`train.steps` must be an integer, got 'many'."),
         ("train.steps=1.5", "`train.steps` must be an integer, got 1.5."),
@@ -177,7 +181,7 @@ def test_yaml_round_trip_is_exact(tmp_path_factory, steps, eps, clip, prompt):
         ("kl.schedule=3", "`kl.schedule` must be a mapping, got 3."),
         ("optimizer.clip_norm=x", "`optimizer.clip_norm` must be a number or null, "),
         ("task.options=3", "`task.options` must be a mapping, got 3."),
-        ("eval=3", "`eval` must be a section, got 3; its keys are samples, "),
+        ("eval=3", "`eval` must be a section, got 3; its keys are " + EVAL_KEYS),
         (
             "train.steps",
             "An override must look like `train.steps=2`, got 'train.steps'.",
@@ -210,7 +214,7 @@ def test_an_override_that_does_not_fit_is_one_sentence(load, override, message):
         ("kl.share=1.1", "lie in (0, 1]"),
         ("kl.schedule.value=1", "be empty when `kl.budget` is cosine"),
         ("task.size=1", "be at least 2"),
-        ("task.held_out=1", "lie strictly between 0 and 1"),
+        ("task.held_out=1", "lie in [0, 1)"),
         ("task.seed=4294967296", "lie in [0, 2**32)"),
         ("reward.workers=0", "be at least 1"),
         ("reward.timeout=0", "be positive and finite"),
