@@ -16,7 +16,10 @@ from logra_jax.algorithm.predicted_kl import PredictedKLState
 from logra_jax.training.assemble import build_controller, loss_options_of
 from logra_jax.training.checkpoint import check_resumable
 from logra_jax.training.config import (
+    ColumnsConfig,
     Config,
+    EvalSetConfig,
+    FamilyConfig,
     ModelConfig,
     TaskConfig,
     TrainConfig,
@@ -79,6 +82,41 @@ def test_a_model_named_by_an_override_replaces_the_one_before(load, tmp_path):
 def test_a_preset_has_no_weights_to_train(load):
     with pytest.raises(ValueError, match=r"got the preset 'qwen2\.5-7b', .*logra plan"):
         model_directory(load("model.preset=qwen2.5-7b"))
+
+
+def test_sections_by_name_are_made_by_overrides_typed_and_written_whole(load, tmp_path):
+    config = load(
+        "task.mix={gcd: {weight: 2}}",
+        "task.mix.lcm.level=1",
+        "eval.sets.aime.source=aime",
+        "eval.sets.aime.name=2024",  # text, as a name is
+        "eval.sets.aime.columns.keep=[a]",
+    )
+    assert config.task.mix == {
+        "gcd": FamilyConfig(weight=2.0),
+        "lcm": FamilyConfig(level=1),
+    }
+    columns = ColumnsConfig(keep=["a"])
+    aime = EvalSetConfig(source="aime", name="2024", columns=columns)
+    assert config.eval.sets == {"aime": aime}
+    again = tmp_path / "again.yaml"
+    again.write_text(to_yaml(config))
+    assert load_config(again) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rule"),
+    [
+        (["task.level=1"], "`task.level` must be null beside `task.mix`"),
+        (["task.options.a=1"], "`task.options` must be empty beside `task.mix`"),
+        (
+            ["task.source=hub"],
+            "`task.mix` must be empty when `task.source` is hub, got ",
+        ),
+    ],
+)
+def test_a_mix_takes_the_place_of_one_data_set(load, overrides, rule):
+    assert sentence(lambda: load("task.mix.gcd.weight=1", *overrides)).startswith(rule)
 
 
 def test_null_and_quotes_in_a_text_field_mean_what_yaml_says(load):
@@ -182,6 +220,46 @@ def test_yaml_round_trip_is_exact(tmp_path_factory, steps, eps, clip, prompt):
         ("optimizer.clip_norm=x", "`optimizer.clip_norm` must be a number or null, "),
         ("task.options=3", "`task.options` must be a mapping, got 3."),
         ("eval=3", "`eval` must be a section, got 3; its keys are " + EVAL_KEYS),
+        ("task.mix=3", "`task.mix` must be a mapping, got 3."),
+        (
+            "task.mix.gcd=3",
+            "`task.mix.gcd` must be a section, got 3; its keys are weight, level, opt",
+        ),
+        (
+            "task.mix.gcd.wieght=3",
+            "`task.mix.gcd.wieght` is not a config key; did you mean "
+            "`task.mix.gcd.weight`?",
+        ),
+        ("task.mix.gcd.weight=x", "`task.mix.gcd.weight` must be a number, got 'x'."),
+        ("eval.sets=3", "`eval.sets` must be a mapping, got 3."),
+        (
+            "eval.sets.aime.nmae=3",
+            "`eval.sets.aime.nmae` is not a config key; did you mean "
+            "`eval.sets.aime.name`?",
+        ),
+        (
+            "eval.sets.aime.held_out=0.1",
+            "`eval.sets.aime.held_out` is not a config key; did you mean "
+            "`task.held_out`?",
+        ),
+        (
+            "eval.sets.aime.reward=maths",
+            "`eval.sets.aime.reward` must be one of reasoning_gym, math, exact, python "
+            "or null, got 'maths'.",
+        ),
+        (
+            "eval.sets.heldout.size=3",
+            "`eval.sets.heldout` must be called by letters, digits, - and _, and not "
+            "heldout, got 'heldout'; metrics go by that name.",
+        ),
+        (
+            "eval.sets.a b.size=3",
+            "`eval.sets.a b` must be called by letters, digits, - and _, and not held",
+        ),
+        (
+            "task.columns.keep=a",
+            "`task.columns.keep` must be a list of texts, got 'a'.",
+        ),
         (
             "train.steps",
             "An override must look like `train.steps=2`, got 'train.steps'.",
@@ -215,7 +293,18 @@ def test_an_override_that_does_not_fit_is_one_sentence(load, override, message):
         ("kl.schedule.value=1", "be empty when `kl.budget` is cosine"),
         ("task.size=1", "be at least 2"),
         ("task.held_out=1", "lie in [0, 1)"),
+        ("task.held_out=0", "be above 0 without `eval.sets`"),
         ("task.seed=4294967296", "lie in [0, 2**32)"),
+        ("task.limit=3", "be null when `task.source` is reasoning_gym"),
+        ("task.subset=en", "be null when `task.source` is reasoning_gym"),
+        ("task.level=-1", "be at least 0"),
+        ("task.name=''", "name a data set"),
+        ("task.mix.gcd.weight=0", "be positive and finite"),
+        ("task.mix.gcd.level=-1", "be at least 0"),
+        ("task.prompt=Why?", "hold {question} once, got 'Why?'"),
+        ("task.prompt={question}{question}", "hold {question} once"),
+        ("eval.sets.a.size=0", "be at least 1"),
+        ("eval.sets.a.limit=1", "be null when `eval.sets.a.source` is reasoning_gym"),
         ("reward.workers=0", "be at least 1"),
         ("reward.timeout=0", "be positive and finite"),
         ("rollout.temperature=0", "be positive and finite"),
