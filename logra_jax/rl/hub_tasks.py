@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from logra_jax.rl.rows import Columns, needed, questions_of
@@ -33,11 +34,11 @@ def hub_questions(
             "`source` must not be hub where `datasets` is not installed, got "
             f"{name!r}; `pip install logra-jax[data]` brings it"
         ) from error
-    path, _, revision = name.partition("@")
+    path, revision = _path_and_revision(name)
     with _without_progress_bars():
         try:
             table: Any = datasets.load_dataset(
-                path, subset, split=split, revision=revision or None
+                path, subset, split=split, revision=revision
             )
         # Dozens of kinds, some of them bare; all mean that it cannot be had.
         except Exception as error:
@@ -57,6 +58,14 @@ def hub_questions(
             f"`split` must have questions, got {split!r} of {name}, which has none"
         )
     return questions
+
+
+def _path_and_revision(name: str) -> tuple[str, str | None]:
+    directory = Path(name).expanduser()
+    if directory.is_dir():  # its name may hold an @
+        return str(directory), None
+    path, _, revision = name.partition("@")
+    return path, revision or None
 
 
 @contextmanager

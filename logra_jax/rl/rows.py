@@ -94,7 +94,8 @@ def _text(row: Mapping[str, Any], path: str, column: str, where: str) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float) and math.isfinite(value):
-        return str(int(value)) if value.is_integer() else repr(value)
+        whole = value.is_integer() and abs(value) < 2**53  # beyond, digits are made up
+        return str(int(value)) if whole else repr(value)
     if isinstance(value, int):
         return str(value)
     if not (isinstance(value, str) and value.strip()):

@@ -217,6 +217,8 @@ def without(
 ) -> tuple[Question, ...]:
     """Those questions of whose class none of the `others` is."""
     known = {question_class(question) for question in others}
+    if not known:
+        return tuple(questions)
     return tuple(q for q in questions if question_class(q) not in known)
 
 
