@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from logra_jax.rl.reasoning_gym_entries import Order, make_entries
 from logra_jax.rl.tasks import (
     Question,
     Task,
@@ -102,10 +103,19 @@ def mixed_questions(
             f"{len(families)}, of which {families[parts.index(0)].name} gets none; "
             "raise it, or that `weight`"
         )
-    return [
-        question
+    orders = [
+        Order(family.name, _settled_options(family), part, seed)
         for family, part in zip(families, parts, strict=True)
-        for question in _questions(family, part, seed)
+    ]
+    return [
+        Question(
+            entry["question"],
+            "" if entry["answer"] is None else str(entry["answer"]),
+            entry,
+            family=order.name,
+        )
+        for order, entries in zip(orders, make_entries(orders), strict=True)
+        for entry in entries
     ]
 
 
@@ -142,33 +152,12 @@ def level_options(name: str, level: int) -> dict[str, Any]:
     return {option: getattr(made, option) for option in set_by}
 
 
-def _questions(family: Family, size: int, seed: int) -> list[Question]:
-    """`size` entries of one data set."""
-    name, options = family.name, dict(family.options)
-    check_data_set("name", name)
-    _check_options(name, options)
-    if family.level is not None:
-        options = level_options(name, family.level) | options
-    import reasoning_gym
-
-    try:
-        data_set = reasoning_gym.create_dataset(name, size=size, seed=seed, **options)
-        entries = [data_set[index] for index in range(size)]
-    # The data sets check their options with `assert`, or find out while generating.
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(
-            f"`options` of {name} were refused, got {options}: {reason}"
-        ) from error
-    return [
-        Question(
-            entry["question"],
-            "" if entry["answer"] is None else str(entry["answer"]),
-            entry,
-            family=name,
-        )
-        for entry in entries
-    ]
+def _settled_options(family: Family) -> dict[str, Any]:
+    """The options of a data set that there is, those of its level included."""
+    check_data_set("name", family.name)
+    _check_options(family.name, family.options)
+    level = {} if family.level is None else level_options(family.name, family.level)
+    return level | dict(family.options)
 
 
 def _check_options(name: str, options: Mapping[str, Any]) -> None:

@@ -1,3 +1,4 @@
+import os
 import pickle
 import re
 import subprocess
@@ -63,6 +64,25 @@ def test_same_arguments_give_the_same_task_in_another_process():
     command = [sys.executable, "-c", code]
     other = subprocess.run(command, check=True, capture_output=True, text=True)
     assert other.stdout.strip() == repr(sums(size=60, seed=3))
+
+
+# The first three ask in an order of Python's hashes, the last counts how often.
+@pytest.mark.parametrize(
+    "name",
+    ["ransom_note", "word_ladder", "polynomial_multiplication", "list_functions"],
+)
+def test_what_varies_between_processes_in_reasoning_gym_does_not_here(name):
+    code = (
+        "from logra_jax.rl.reasoning_gym_tasks import reasoning_gym_task as task\n"
+        f"print(task({name!r}, {{}}, size=6, seed=3, held_out=0.5))"
+    )
+    command = [sys.executable, "-c", code]
+    hashes = os.environ | {"PYTHONHASHSEED": "7"}
+    other = subprocess.run(
+        command, check=True, capture_output=True, text=True, env=hashes
+    )
+    task = reasoning_gym_task(name, {}, size=6, seed=3, held_out=0.5)
+    assert other.stdout.strip() == repr(task)
 
 
 def test_another_seed_gives_another_task():
