@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from logra_jax.algorithm import alignment
 from logra_jax.rl.advantages import RunningMean
-from logra_jax.rl.rewards import RewardPool
+from logra_jax.rl.reward_pool import RewardPool
 from logra_jax.training.assemble import (
     build_rewards,
     enable_compile_cache,

@@ -13,7 +13,8 @@ from jaxtyping import Array, Bool, Float, Key
 
 from logra_jax.algorithm.predicted_kl import scale_by_predicted_kl
 from logra_jax.algorithm.row_adam import scale_by_row_adam
-from logra_jax.rl.rewards import ReasoningGymReward, RewardPool
+from logra_jax.rl.reward_pool import RewardPool
+from logra_jax.rl.rewards import ReasoningGymReward
 from logra_jax.rl.tasks import EvalSet, Question, Task, draw
 from logra_jax.rollout.types import Completions, Sampling
 from logra_jax.training.budget import build_budget
@@ -84,7 +85,7 @@ def build_rewards(config: Config) -> RewardPool:
     """The pool of scoring processes."""
     reward = config.reward
     return RewardPool(
-        ReasoningGymReward(config.task.name, reward.answer, reward.partial),
+        ReasoningGymReward(reward.answer, reward.partial),
         workers=reward.workers,
         timeout=reward.timeout,
     )

@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Float32
 
-from logra_jax.rl.rewards import RewardPool, Rewards
+from logra_jax.rl.reward_pool import RewardPool, Rewards
 from logra_jax.rl.shaping import is_mixed, shape_rewards
 from logra_jax.rollout.types import Completions, concatenate, take_rows
 from logra_jax.training.batches import Batches, Responses, staleness

@@ -27,6 +27,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from logra_jax.rl.answers import last_number
 from logra_jax.rl.eval_metrics import (
     Estimate,
     best_of_k,
@@ -34,7 +35,7 @@ from logra_jax.rl.eval_metrics import (
     macro_mean,
     vote_of_k,
 )
-from logra_jax.rl.rewards import PendingRewards, RewardPool, last_number
+from logra_jax.rl.reward_pool import PendingRewards, RewardPool
 from logra_jax.rl.tasks import EvalSet, Question
 from logra_jax.rollout.sglang import SGLangEngine, room_for
 from logra_jax.rollout.types import Sampling, common_prefix

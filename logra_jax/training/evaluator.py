@@ -5,7 +5,7 @@ from pathlib import Path
 
 from flax import nnx
 
-from logra_jax.rl.rewards import RewardPool
+from logra_jax.rl.reward_pool import RewardPool
 from logra_jax.rl.tasks import EvalSet, Task
 from logra_jax.training.assemble import load_eval_sets
 from logra_jax.training.checkpoint import read_scores

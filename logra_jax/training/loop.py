@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 from flax import nnx
 
-from logra_jax.rl.rewards import RewardPool
+from logra_jax.rl.reward_pool import RewardPool
 from logra_jax.rl.tasks import Task
 from logra_jax.rollout.servers import ServerError
 from logra_jax.training.alarms import Alarm

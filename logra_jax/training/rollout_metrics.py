@@ -3,7 +3,7 @@
 import numpy as np
 from jaxtyping import Float, Int
 
-from logra_jax.rl.rewards import Rewards
+from logra_jax.rl.reward_pool import Rewards
 from logra_jax.rollout.types import Completions
 
 _GRAM = 4  # tokens

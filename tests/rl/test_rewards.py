@@ -1,221 +1,34 @@
-import importlib
-import os
-import signal
-import subprocess
-import sys
-import textwrap
-import time
-from decimal import Decimal
-
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from logra_jax.rl.reasoning_gym_tasks import reasoning_gym_task
-from logra_jax.rl.rewards import ReasoningGymReward, RewardPool, last_number
+from logra_jax.rl.reward_pool import RewardPool
+from logra_jax.rl.rewards import ReasoningGymReward
 from logra_jax.rl.tasks import Question
-
-# A module of its own: workers import their reward, and must be able to.
-CAST = """
-    import os, re, signal, sys, threading, time
-
-    def play(question, text):
-        return SCENES[text](question) if text in SCENES else float(text)
-
-    def hang(question):
-        while True:
-            pass
-
-    def hang_in_c(question):
-        re.match(r"(a+)+$", "a" * 64 + "b")
-
-    def hang_stubbornly(question):
-        while True:
-            try:
-                while True:
-                    time.sleep(1)
-            except BaseException:
-                pass
-
-    def leave(question):
-        os._exit(0)
-
-    def crash(question):
-        os.kill(os.getpid(), signal.SIGSEGV)
-
-    def slow(question):
-        time.sleep(0.1)
-        return 2.0
-
-    def give_up(question):
-        sys.exit()
-
-    SCENES = {
-        "hang": hang,
-        "hang in C": hang_in_c,
-        "hang stubbornly": hang_stubbornly,
-        "leave": leave,
-        "crash": crash,
-        "slow": slow,
-        "give up": give_up,
-        "nan": lambda question: float("nan"),
-        "none": lambda question: None,
-        "jax?": lambda question: "jax" in sys.modules,
-        "pid?": lambda question: os.getpid(),
-        "seen": lambda question: float(question.answer),
-    }
-
-    class Prepared:
-        count = 0
-        def prepare(self):
-            time.sleep(0.6)
-            type(self).count += 1
-        def __call__(self, question, text):
-            return self.count
-
-    class Unprepared:
-        def prepare(self):
-            raise OSError("no such data")
-        def __call__(self, question, text):
-            return 1.0
-"""
-
-
-@pytest.fixture
-def cast(tmp_path, monkeypatch):
-    (tmp_path / "cast_of_rewards.py").write_text(textwrap.dedent(CAST))
-    monkeypatch.syspath_prepend(tmp_path)
-    yield importlib.import_module("cast_of_rewards")
-    del sys.modules["cast_of_rewards"]
-
-
-def score(pool, *texts):
-    return pool.score([Question("?", "7", {})] * len(texts), texts)
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("5", "5"),
-        ("The answer is 12", "12"),
-        ("3.", "3"),
-        ("3.\n", "3"),
-        ("is 3, then", "3"),
-        ("2.50", "2.50"),
-        ("2.50.", "2.50"),
-        (".5", ".5"),
-        ("is .5", ".5"),
-        ("wait...5", "5"),
-        ("done.5", "5"),
-        ("3.14.15", "15"),
-        ("1,234", "1234"),
-        ("1,234,567.89.", "1234567.89"),
-        ("1234,567", "567"),
-        ("1,2345", "2345"),
-        ("1, 2, 3", "3"),
-        ("1,2,3", "3"),
-        ("=12", "12"),
-        ("**12**", "12"),
-        ("$5", "5"),
-        ("$-5$", "-5"),
-        ("-$5", "-5"),
-        (r"\boxed{-5}", "-5"),
-        ("(-5)", "-5"),
-        ("**-5**", "-5"),
-        ("**Answer:** -5", "-5"),
-        ("-5", "-5"),
-        ("The answer is -5.", "-5"),
-        ("4 - 9 = -5", "-5"),
-        ("4-9=-5", "-5"),
-        ("4 - 9 = - 5", "-5"),
-        ("- 5", "5"),
-        ("a list:\n- 5", "5"),
-        ("5 - 3", "3"),
-        ("5 -3", "3"),
-        ("7-3", "3"),
-        ("(2 + 5)-3", "3"),
-        ("x-3", "3"),
-        ("\N{GREEK SMALL LETTER ALPHA}-3", "3"),
-        ("5 - -3", "-3"),
-        ("5--3", "-3"),
-        ("9\n-3", "-3"),
-        ("\N{MINUS SIGN}5", "-5"),
-        ("4 \N{MINUS SIGN} 9 = \N{MINUS SIGN}5", "-5"),
-        ("pages 3\N{EN DASH}5", "5"),
-        ("007", "007"),
-        ("50%", "50"),
-        ("2nd", "2"),
-        ("5 \N{ARABIC-INDIC DIGIT THREE}", "5"),
-        ("\N{FULLWIDTH DIGIT FIVE}", None),
-        ("x\N{SUPERSCRIPT TWO}", None),
-        ("five", None),
-        ("-", None),
-        (".", None),
-        ("", None),
-    ],
-)
-def test_last_number_is_what_a_reader_would_call_it(text, number):
-    assert last_number(text) == number
-
-
-@given(
-    st.text(),
-    st.decimals(allow_nan=False, allow_infinity=False, places=2),
-    st.text(alphabet=st.characters(exclude_categories=["N", "P"])),
-)
-def test_last_number_is_found_after_any_text(before, number, after):
-    assert last_number(f"{before} = {number:,}{after}") == str(number)
-
-
-@given(st.text(alphabet="0123456789.,- =$\N{MINUS SIGN}a"))
-def test_last_number_is_always_a_number_and_the_only_one_left(text):
-    number = last_number(text)
-    if number is None:
-        assert not any(character in "0123456789" for character in text)
-    else:
-        assert Decimal(number).is_finite()
-        assert last_number(number) == number
-
-
-@pytest.mark.parametrize(
-    "piece", ["7", "-", " ", "1,", "1,234,", ".", ".5", "$", "= - ", "-1", "a", "٣"]
-)
-def test_last_number_takes_linear_time(piece):
-    text = piece * (1_000_000 // len(piece))
-    for hostile in (text, f"1{text}", f"{text}1", f"1{text}- 1"):
-        started = time.process_time()
-        last_number(hostile)
-        # A quadratic search of a million characters takes hours.
-        assert time.process_time() - started < 5
 
 
 def test_only_exactly_right_answers_are_rewarded_unless_partial_is_asked_for():
     entry = {"question": "2 + 3", "answer": "5", "metadata": {}}
-    question = Question("2 + 3", "5", entry)
-    exact = ReasoningGymReward("chain_sum", "last_number")
+    question = Question("2 + 3", "5", entry, family="chain_sum")
+    exact = ReasoningGymReward("last_number")
     assert exact(question, "2 + 3 = 5.") == 1.0
     assert exact(question, "It is 5.00") == 1.0
     assert exact(question, "15") == 0.0
     assert exact(question, "no idea") == 0.0
-    partial = ReasoningGymReward("chain_sum", "last_number", partial=True)
+    partial = ReasoningGymReward("last_number", partial=True)
     assert partial(question, "15") == 0.5
-    whole = ReasoningGymReward("chain_sum", "whole_text")
+    whole = ReasoningGymReward("whole_text")
     assert whole(question, " 5\n") == 1.0
     assert whole(question, "2 + 3 = 5") == 0.0
     assert whole(question, "  ") == 0.0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("chain_sums", "last_number"), "got 'chain_sums'; did you mean 'chain_sum'"),
-        (("chain_sum", "boxed"), "must be 'last_number' or 'whole_text', got 'boxed'"),
-    ],
-)
-def test_unknown_data_set_or_answer_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        ReasoningGymReward(*arguments)
+def test_an_unknown_reading_or_family_is_refused():
+    with pytest.raises(ValueError, match=r"`answer` must be one of .*, got 'boxes'"):
+        ReasoningGymReward("boxes")
+    reward = ReasoningGymReward("last_number")
+    with pytest.raises(ValueError, match="got 'chain_sums'; did you mean 'chain_sum'"):
+        reward(Question("2 + 3", "5", {}, family="chain_sums"), "5")
 
 
 def test_reasoning_gym_answers_are_scored_in_the_pool():
@@ -223,184 +36,9 @@ def test_reasoning_gym_answers_are_scored_in_the_pool():
     task = reasoning_gym_task("chain_sum", options, size=60, seed=0, held_out=0.5)
     questions = task.train[:20]
     texts = [f"That is {q.answer}." for q in questions[:10]] + ["999"] * 10
-    reward = ReasoningGymReward("chain_sum", "last_number")
+    reward = ReasoningGymReward("last_number")
     with RewardPool(reward) as pool:
         rewards = pool.score(questions, texts)
     np.testing.assert_array_equal(rewards.values, [1.0] * 10 + [0.0] * 10)
     assert rewards.values.dtype == np.float32
     assert (rewards.raised, rewards.timed_out) == (0, 0)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_hostile_rewards_cost_nobody_else_their_score(cast, workers):
-    texts = [str(i) for i in range(1, 31)]
-    lost = {
-        2: "hang",
-        3: "leave",
-        4: "not a number",
-        9: "hang stubbornly",
-        12: "nan",
-        13: "none",
-        20: "give up",
-        21: "hang in C",
-        29: "crash",
-    }
-    for position, text in lost.items():
-        texts[position] = text
-    expected = [0.0 if i in lost else i + 1.0 for i in range(30)]
-    with RewardPool(cast.play, workers, timeout=0.3) as pool:
-        rewards = score(pool, *texts)
-        np.testing.assert_array_equal(rewards.values, expected)
-        assert (rewards.raised, rewards.timed_out) == (6, 3)
-        again = score(pool, "4", "5")
-    np.testing.assert_array_equal(again.values, [4.0, 5.0])
-    assert (again.raised, again.timed_out) == (0, 0)
-
-
-def test_preparing_a_worker_is_not_charged_to_any_answer(cast):
-    with RewardPool(cast.Prepared(), timeout=0.3) as pool:
-        rewards = score(pool, *["x"] * 20)
-    assert rewards.values.tolist() == [1.0] * 20
-
-
-def test_answers_that_only_together_outlast_the_limit_are_all_scored(cast):
-    with RewardPool(cast.play, timeout=0.5) as pool:
-        rewards = score(pool, *["slow"] * 8)
-    assert (rewards.values.tolist(), rewards.timed_out) == ([2.0] * 8, 0)
-
-
-SCRIPT = """
-    import sys
-    import jax
-    from cast_of_rewards import play
-    from logra_jax.rl.rewards import RewardPool
-    from logra_jax.rl.tasks import Question
-
-    pool = RewardPool(play, timeout=600.0)
-    question = Question("?", "", {})
-    print(pool.score([question], ["jax?"]).values, flush=True)
-"""
-
-
-@pytest.mark.parametrize("way", ["file", "-c", "-", "-m"])
-def test_worker_never_imports_jax_however_its_parent_runs(cast, tmp_path, way):
-    script = textwrap.dedent(SCRIPT)
-    (tmp_path / "parent_of_rewards.py").write_text(script)
-    arguments = {
-        "file": [tmp_path / "parent_of_rewards.py"],
-        "-c": ["-c", script],
-        "-": ["-"],
-        "-m": ["-m", "parent_of_rewards"],
-    }
-    parent = subprocess.run(
-        [sys.executable, *arguments[way]],
-        input=script,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    # No guarded main part, and no close: neither is the worker's business.
-    assert (parent.stdout, parent.stderr) == ("[0.]\n", "")
-
-
-def test_worker_killed_while_idle_is_replaced(cast):
-    with RewardPool(cast.play) as pool:
-        pid = int(score(pool, "pid?").values[0])
-        os.kill(pid, signal.SIGKILL)
-        time.sleep(0.1)
-        rewards = score(pool, "3")
-    assert (rewards.values.tolist(), rewards.raised) == ([3.0], 0)
-
-
-def test_worker_ignores_the_signals_that_stop_a_trainer(cast):
-    with RewardPool(cast.play) as pool:
-        pid = int(score(pool, "pid?").values[0])
-        os.kill(pid, signal.SIGINT)
-        os.kill(pid, signal.SIGTERM)
-        assert int(score(pool, "pid?").values[0]) == pid
-
-
-def test_reward_that_raises_or_exits_does_not_cost_a_process(cast):
-    with RewardPool(cast.play) as pool:
-        first, *zeros, last = score(pool, "pid?", "give up", "none", "pid?").values
-    assert (first, zeros) == (last, [0.0, 0.0])
-
-
-def test_batches_may_be_pending_at_once_and_be_read_twice(cast):
-    question = Question("?", "7", {})
-    with RewardPool(cast.play, workers=2) as pool:
-        pool.warm()
-        first = pool.submit([question] * 20, ["1"] * 20)
-        second = pool.submit([question], ["seen"])
-        assert second.result().values.tolist() == [7.0]
-        assert first.result().values.tolist() == [1.0] * 20
-        assert first.result().values.tolist() == [1.0] * 20
-        assert score(pool).values.shape == (0,)
-
-
-def test_closing_does_not_wait_for_a_hanging_reward(cast):
-    question = Question("?", "", {})
-    with RewardPool(cast.play, timeout=600.0) as pool:
-        score(pool, "1")
-        begun = pool.submit([question], ["hang"])
-        queued = pool.submit([question], ["1"])
-        time.sleep(0.1)
-        started = time.monotonic()
-    assert time.monotonic() - started < 10
-    with pytest.raises(RuntimeError, match="cannot schedule"):
-        score(pool, "1")
-    for pending in (begun, queued):
-        with pytest.raises(RuntimeError, match="the reward pool is closed"):
-            pending.result()
-
-
-def test_reward_that_cannot_start_is_an_error_and_not_a_zero(cast, capfd):
-    with (
-        RewardPool(cast.Unprepared()) as pool,
-        pytest.raises(RuntimeError, match="the reward worker could not start"),
-    ):
-        score(pool, "1")
-    assert "no such data" in capfd.readouterr().err
-
-
-def test_worker_ends_with_a_parent_that_is_killed_while_a_reward_hangs(cast, tmp_path):
-    script = textwrap.dedent(SCRIPT).replace("import jax\n", "")
-    script += 'pool.submit([question], ["hang"])\nsys.stdin.read()\n'
-    path = tmp_path / "parent_of_rewards.py"
-    path.write_text(script)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(
-        [sys.executable, path],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=environment,
-    ) as parent:
-        assert parent.stdout.readline() == b"[0.]\n"
-        parent.kill()
-        # The worker inherited the other end: it closes when the worker is gone.
-        parent.communicate(timeout=30)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"workers": 0}, "`workers` must be at least 1, got 0"),
-        ({"timeout": 0.0}, "`timeout` must be a finite number of seconds above 0"),
-        ({"timeout": float("inf")}, "`timeout` must be a finite number of seconds"),
-        ({"timeout": float("nan")}, "`timeout` must be a finite number of seconds"),
-        ({"reward": lambda question, text: 1.0}, "`reward` must be picklable"),
-    ],
-)
-def test_bad_pool_arguments_are_refused(cast, change, message):
-    with pytest.raises(ValueError, match=message):
-        RewardPool(**{"reward": cast.play} | change)
-
-
-def test_unequal_numbers_of_questions_and_texts_are_refused(cast):
-    with (
-        RewardPool(cast.play) as pool,
-        pytest.raises(ValueError, match="must be equally many, got 1 and 2"),
-    ):
-        pool.submit([Question("?", "", {})], ["1", "2"])

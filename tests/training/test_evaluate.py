@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from logra_jax.rl.rewards import PendingRewards, RewardPool
+from logra_jax.rl.reward_pool import PendingRewards, RewardPool
 from logra_jax.rl.tasks import EvalSet, Question
 from logra_jax.rollout.local import LocalEngine
 from logra_jax.rollout.types import Completions, pack_prompts

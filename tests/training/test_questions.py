@@ -294,7 +294,7 @@ def test_the_hard_mix_has_all_its_families_on_both_sides_and_right_answers():
         assert {question.family for question in side} == set(config.task.mix)
     assert classes(task.train).isdisjoint(classes(task.held_out))
     for question in task.train + task.held_out:
-        reward = ReasoningGymReward(question.family, "whole_text")
+        reward = ReasoningGymReward("whole_text")
         assert reward(question, question.answer) == 1.0
         assert r"\boxed{}" in question.text
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from logra_jax.rl.rewards import Rewards
+from logra_jax.rl.reward_pool import Rewards
 from logra_jax.rollout.types import Completions, pack_prompts
 from logra_jax.training.rollout_metrics import repetition, rollout_metrics
 
