@@ -132,8 +132,9 @@ class RewardPool:
 
     An answer whose reward raises, hangs, wants too much memory or takes its process
     down scores 0 and is counted; the answers around it keep their rewards and are
-    scored once. A worker that hangs is killed (SIGKILL: code that never returns to Python dies
-    too) and replaced; so is one, between answers, that has grown by 256 MiB.
+    scored once. A worker that hangs is killed (SIGKILL: code that never returns to
+    Python dies too) and replaced; so is one, between answers, that has grown by
+    256 MiB.
 
     Workers are fresh interpreters, so that JAX's threads are not copied: they import
     what the reward needs and nothing else. They end with this process even when it is

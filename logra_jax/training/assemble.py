@@ -14,7 +14,13 @@ from jaxtyping import Array, Bool, Float, Key
 from logra_jax.algorithm.predicted_kl import scale_by_predicted_kl
 from logra_jax.algorithm.row_adam import scale_by_row_adam
 from logra_jax.rl.reward_pool import RewardPool
-from logra_jax.rl.rewards import ReasoningGymReward
+from logra_jax.rl.reward_worker import Reward
+from logra_jax.rl.rewards import (
+    ExactReward,
+    MathReward,
+    PythonReward,
+    ReasoningGymReward,
+)
 from logra_jax.rl.tasks import EvalSet, Question, Task, draw
 from logra_jax.rollout.types import Completions, Sampling
 from logra_jax.training.budget import build_budget
@@ -82,13 +88,34 @@ def load_eval_sets(config: Config, task: Task) -> list[EvalSet]:
 
 
 def build_rewards(config: Config) -> RewardPool:
-    """The pool of scoring processes."""
+    """The pool of scoring processes.
+
+    Raises:
+        ValueError: `reward.function` names no function.
+    """
     reward = config.reward
     return RewardPool(
-        ReasoningGymReward(reward.answer, reward.partial),
+        build_reward(config),
         workers=reward.workers,
         timeout=reward.timeout,
+        memory=reward.memory,
     )
+
+
+def build_reward(config: Config) -> Reward:
+    """What scores the answers to the task's own questions."""
+    reward, kind = config.reward, config.reward.kind
+    if kind == "auto":
+        source = getattr(config.task, "source", "reasoning_gym")
+        kind = "reasoning_gym" if source == "reasoning_gym" else "math"
+    how = {} if reward.answer == "auto" else {"answer": reward.answer}
+    if kind == "math":
+        return MathReward()
+    if kind == "exact":
+        return ExactReward(**how)
+    if kind == "python":
+        return PythonReward(reward.function or "", **how)
+    return ReasoningGymReward(partial=reward.partial, **how)
 
 
 def build_optimizer(config: Config) -> optax.GradientTransformation:

@@ -38,6 +38,8 @@ _FREE = (
     "eval.",
     "monitor.",
     "reward.workers",
+    "reward.memory",
+    "reward.max_failed_share",
     "rollout.urls",
     "rollout.router",
     "rollout.api_key_env",
