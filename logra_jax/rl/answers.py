@@ -75,23 +75,26 @@ def last_boxed(text: str) -> str | None:
         True
     """
     open_braces: list[int] = []  # for a box where its content starts, else -1
-    content, opened = None, None
+    content: tuple[int, int] | None = None
+    is_open = False
     for match in _BOX_OR_BRACE.finditer(text):
         found = match.group()
         if match.group(1) and not found.endswith("{"):
-            # As TeX does, but for a number: \boxed 42
-            token = _TOKEN.match(text, match.end())
-            content, opened = token.group() if token else "", None
+            # Without braces TeX takes a token, and so do we: \boxed 42
+            content, is_open = (match.end(), -1), False
         elif match.group(1) or found == "{":
             open_braces.append(match.end() if match.group(1) else -1)
-            opened = match.end() if match.group(1) else opened
+            is_open = is_open or bool(match.group(1))
         elif found == "}" and open_braces:
             start = open_braces.pop()
             if start >= 0:
-                content, opened = text[start : match.start()], None
-    if content is None or opened is not None:
+                content, is_open = (start, match.start()), False
+    if content is None or is_open:
         return None
-    return _BOX.sub("", content).strip() or None
+    start, end = content
+    token = _TOKEN.match(text, start) if end < 0 else None
+    inside = token.group() if token else text[start:end]
+    return _BOX.sub("", inside).strip() or None
 
 
 # Between dollars neither end may be white space: "$5 and $7" are prices.

@@ -20,7 +20,9 @@ from logra_jax.rl.math_text import matching
 from logra_jax.rl.math_values import values_at_points
 
 _LONGEST = 300
-_LONGER = 60
+# An answer that is longer than this many times the reference, and this many
+# characters, is not simplified: it is wrong.
+_TIMES_LONGER, _LONGER = 4, 60
 _FEWEST_POINTS = 2
 _DEEPEST = 8
 _KNOWN = r"""
@@ -68,6 +70,8 @@ def same_expression(answer: str, gold: str) -> bool:
     """
     if not (is_harmless(answer) and is_harmless(gold)):
         return False
+    if len(answer) > _TIMES_LONGER * len(gold) + _LONGER:
+        return False
     wanted, given = _parse(gold), _parse(answer)
     if wanted is None or given is None:
         return False
@@ -76,7 +80,7 @@ def same_expression(answer: str, gold: str) -> bool:
         value = _constant(wanted)
         return value is not None and approximates(decimal, value)
     if not (_is_expression(given) or _is_expression(wanted)):
-        # Sets, relations, products of matrices: no longer than they need be.
+        # Sets, relations, products of matrices: their own comparison may take long.
         return len(answer) <= len(gold) + _LONGER and _verify(wanted, given)
     return _agree(given, wanted)
 

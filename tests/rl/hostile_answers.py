@@ -1,10 +1,14 @@
 """Answers that nobody should have to read: they hang, crash or fill a naive checker."""
 
+import os
 import random
 from collections.abc import Callable
+from pathlib import Path
+
+from logra_jax.rl.rewards import MathReward
+from logra_jax.rl.tasks import Question
 
 PROMPT = r"Solve for x. Put your final answer within \boxed{}, for example \boxed{5}."
-SECONDS_OF_WORK = 10_000  # characters of the largest kind, times ten
 
 
 def hostile_answers(count: int, seed: int = 0) -> list[str]:
@@ -179,3 +183,13 @@ KINDS: tuple[Callable[[random.Random], str], ...] = (
     soup,
     noise,
 )
+
+
+class Watched(MathReward):
+    """A reward that also tells what its process holds."""
+
+    def __call__(self, question: Question, text: str) -> float:
+        if text == "MiB?":
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+        return super().__call__(question, text)

@@ -45,9 +45,7 @@ def test_the_default_is_no_level():
 
 def test_every_gold_answer_scores_1_by_the_scorer_of_its_family():
     for question in mix(Family("gcd"), Family("lcm"), Family("chain_sum", {}, 1)):
-        assert ReasoningGymReward("whole_text")(
-            question, question.answer
-        )
+        assert ReasoningGymReward("whole_text")(question, question.answer)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import importlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -9,12 +10,12 @@ import time
 import numpy as np
 import pytest
 
-from logra_jax.rl.reward_pool import RewardPool
+from logra_jax.rl.reward_pool import RewardPool, Rewards, check_failures
 from logra_jax.rl.tasks import Question
 
 # A module of its own: workers import their reward, and must be able to.
 CAST = """
-    import os, re, signal, sys, threading, time
+    import os, re, resource, signal, sys, threading, time
 
     def play(question, text):
         return SCENES[text](question) if text in SCENES else float(text)
@@ -47,6 +48,18 @@ CAST = """
     def give_up(question):
         sys.exit()
 
+    HELD = []
+
+    def hoard(question):
+        HELD.append(bytearray(3 * 2**30))
+
+    def swell(question):
+        HELD.append(b"x" * (300 * 2**20))
+        return os.getpid()
+
+    def blame(question):
+        raise KeyError("no entry\\nof that name " + 999 * "!")
+
     SCENES = {
         "hang": hang,
         "hang in C": hang_in_c,
@@ -55,9 +68,13 @@ CAST = """
         "crash": crash,
         "slow": slow,
         "give up": give_up,
+        "hoard": hoard,
+        "swell": swell,
+        "blame": blame,
         "nan": lambda question: float("nan"),
         "none": lambda question: None,
         "jax?": lambda question: "jax" in sys.modules,
+        "limit?": lambda question: resource.getrlimit(resource.RLIMIT_DATA)[0],
         "pid?": lambda question: os.getpid(),
         "seen": lambda question: float(question.answer),
     }
@@ -242,6 +259,82 @@ def test_worker_ends_with_a_parent_that_is_killed_while_a_reward_hangs(cast, tmp
         parent.communicate(timeout=30)
 
 
+def test_failures_are_counted_by_their_cause_and_the_first_is_named(cast):
+    texts = ["1", "nan", "hang", "hoard", "crash", "leave", "blame", "2"]
+    with RewardPool(cast.play, timeout=0.5, memory=2.0) as pool:
+        rewards = score(pool, *texts)
+        assert rewards.values.tolist() == [1.0] + [0.0] * 6 + [2.0]
+        counts = (rewards.raised, rewards.out_of_memory, rewards.died)
+        assert (*counts, rewards.timed_out, rewards.failed) == (5, 1, 2, 1, 6)
+        assert rewards.first_failure == "the reward was nan"
+        messages = {text: score(pool, text).first_failure for text in texts}
+    assert messages["1"] is None
+    assert messages["hang"] == "no verdict within 0.5 s"
+    assert "memory" in messages["hoard"]
+    assert messages["crash"].startswith("the scoring process ended by signal 11")
+    assert messages["leave"] == "the scoring process ended with status 0"
+    assert messages["blame"].startswith("KeyError: ")
+    assert "\n" not in messages["blame"]
+    assert len(messages["blame"]) < 350
+
+
+def test_out_of_memory_costs_no_process(cast):
+    with RewardPool(cast.play, memory=1.5) as pool:
+        first, zero, last = score(pool, "pid?", "hoard", "pid?").values
+    assert (first, zero) == (last, 0.0)
+
+
+def test_memory_is_unlimited_where_none_is_named(cast):
+    with RewardPool(cast.play) as pool:
+        ours, _ = resource.getrlimit(resource.RLIMIT_DATA)
+        assert score(pool, "limit?").values[0] == ours
+    with RewardPool(cast.play, memory=1.5) as pool:
+        assert score(pool, "limit?").values[0] == 1.5 * 2**30
+
+
+def test_worker_that_has_swollen_is_replaced_between_answers(cast):
+    with RewardPool(cast.play) as pool:
+        slim = score(pool, "pid?").values[0]
+        assert score(pool, "pid?").values[0] == slim
+        assert score(pool, "swell").values[0] == slim
+        rewards = score(pool, "pid?", "pid?")
+    assert rewards.values[0] == rewards.values[1] != slim
+    assert rewards.failed == 0
+
+
+def test_seconds_are_those_between_submission_and_the_last_verdict(cast):
+    question = Question("?", "7", {})
+    with RewardPool(cast.play) as pool:
+        score(pool, "1")
+        pending = pool.submit([question] * 3, ["slow"] * 3)
+        time.sleep(0.8)
+        # Each takes 0.1 s; that nobody asked for the result yet does not count.
+        assert 0.3 <= pending.result().seconds < 0.7
+        assert score(pool).seconds == 0.0
+
+
+def test_run_stops_where_more_than_its_share_of_answers_fails():
+    values = np.zeros(10, np.float32)
+    rewards = Rewards(
+        values,
+        raised=4,
+        timed_out=2,
+        out_of_memory=1,
+        died=2,
+        first_failure="KeyError: 'answer'",
+    )
+    check_failures(rewards, 0.6)
+    check_failures(rewards, 1.0)
+    check_failures(Rewards(values), 0.0)
+    check_failures(Rewards(values[:0]), 0.0)
+    with pytest.raises(ValueError) as caught:
+        check_failures(rewards, 0.5)
+    message = str(caught.value)
+    assert message.startswith("`reward.max_failed_share` allows")
+    assert "60% (6 of 10: 1 raised, 2 timed out, 1 ran out of memory, 2 to" in message
+    assert "first with \"KeyError: 'answer'\"" in message
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -249,6 +342,8 @@ def test_worker_ends_with_a_parent_that_is_killed_while_a_reward_hangs(cast, tmp
         ({"timeout": 0.0}, "`timeout` must be a finite number of seconds above 0"),
         ({"timeout": float("inf")}, "`timeout` must be a finite number of seconds"),
         ({"timeout": float("nan")}, "`timeout` must be a finite number of seconds"),
+        ({"memory": 0.0}, "`memory` must be a finite number of GiB above 0, got 0.0"),
+        ({"memory": float("inf")}, "`memory` must be a finite number of GiB"),
         ({"reward": lambda question, text: 1.0}, "`reward` must be picklable"),
     ],
 )

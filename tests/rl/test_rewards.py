@@ -1,9 +1,18 @@
+import re
+import sys
+
 import numpy as np
 import pytest
 
 from logra_jax.rl.reasoning_gym_tasks import reasoning_gym_task
 from logra_jax.rl.reward_pool import RewardPool
-from logra_jax.rl.rewards import ReasoningGymReward
+from logra_jax.rl.rewards import (
+    ExactReward,
+    MathReward,
+    PythonReward,
+    ReasoningGymReward,
+    RewardTable,
+)
 from logra_jax.rl.tasks import Question
 
 
@@ -42,3 +51,97 @@ def test_reasoning_gym_answers_are_scored_in_the_pool():
     np.testing.assert_array_equal(rewards.values, [1.0] * 10 + [0.0] * 10)
     assert rewards.values.dtype == np.float32
     assert (rewards.raised, rewards.timed_out) == (0, 0)
+
+
+def test_each_family_of_a_composite_task_is_scored_by_its_own_data_set():
+    questions = [
+        reasoning_gym_task(name, {}, size=8, seed=0, held_out=0.5).train[0]
+        for name in ("chain_sum", "letter_counting", "spell_backward")
+    ]
+    answers = [question.answer for question in questions]
+    assert [question.family for question in questions] == [
+        "chain_sum",
+        "letter_counting",
+        "spell_backward",
+    ]
+    with RewardPool(ReasoningGymReward("whole_text")) as pool:
+        assert pool.score(questions, answers).values.tolist() == [1.0] * 3
+        rewards = pool.score(questions, answers[1:] + answers[:1])
+    assert (rewards.values.tolist(), rewards.failed) == ([0.0] * 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        (r"It is \boxed{Ada Lovelace}.", 1.0),
+        ("The answer is: ada  lovelace", 1.0),
+        (r"\boxed{Ada}", 0.0),
+        ("Ada Lovelace or Charles Babbage", 0.0),
+        ("Who wrote the first program?", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_exact_text_is_compared_without_case_and_white_space(text, reward):
+    question = Question("Who wrote the first program?", "Ada Lovelace", {})
+    assert ExactReward()(question, text) == reward
+
+
+def test_no_reference_makes_no_answer_right():
+    question = Question("?", "", {})
+    for text in ("", " ", r"\boxed{}", r"\boxed{5}", "."):
+        assert ExactReward()(question, text) == 0.0
+        assert MathReward()(question, text) == 0.0
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """A working directory that is not on the path, with a module of rewards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    (tmp_path / "rewards_at_work.py").write_text(
+        "def score(answer, question):\n"
+        "    return len(answer) / len(question.answer)\n"
+        "LIMIT = 3\n"
+    )
+    (tmp_path / "broken_rewards.py").write_text("import no_such_module_at_all\n")
+    yield tmp_path
+    sys.modules.pop("rewards_at_work", None)
+
+
+def test_function_of_the_users_own_is_found_in_the_working_directory(workplace):
+    question = Question("?", "abcd", {})
+    with RewardPool(PythonReward("rewards_at_work:score")) as pool:
+        rewards = pool.score([question] * 2, [" ab ", ""])
+    assert rewards.values.tolist() == [0.5, 0.0]
+    boxed = PythonReward("rewards_at_work:score", answer="last_boxed")
+    assert boxed(question, r"as long as \boxed{abc}") == 0.75
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("rewards_at_work", "must look like 'module:function', got 'rewards_at_work'"),
+        (":score", "must look like 'module:function', got ':score'"),
+        ("no_such_rewards:score", "No module named 'no_such_rewards'"),
+        ("broken_rewards:score", "No module named 'no_such_module_at_all'"),
+        ("rewards_at_work:scores", "rewards_at_work has no function scores"),
+        ("rewards_at_work:LIMIT", "rewards_at_work has no function LIMIT"),
+    ],
+)
+def test_function_that_is_not_there_is_refused_at_once(workplace, function, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        PythonReward(function)
+    assert str(caught.value).startswith("`reward.function` must")
+    assert "\n" not in str(caught.value)
+
+
+def test_each_question_is_scored_by_the_reward_it_names():
+    table = RewardTable({"": MathReward(), "names": ExactReward()})
+    own = Question("?", "0.5", {})
+    other = Question("?", "0.5", {}, scorer="names")
+    lost = Question("?", "0.5", {}, scorer="name")
+    with RewardPool(table) as pool:
+        rewards = pool.score([own, other, own, lost], [r"\boxed{1/2}"] * 4)
+    assert rewards.values.tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert rewards.raised == 1
+    assert "must be one of ['', 'names'], got 'name'" in (rewards.first_failure or "")
