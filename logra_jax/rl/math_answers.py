@@ -39,6 +39,7 @@ _NAME = re.compile(
     r"|\(\s*[a-z](?:\s*,\s*[a-z])*\s*\)"
 )
 _MEMBER = re.compile(r"(?:\\?[A-Za-z]+|\([a-z, ]+\))\s*\\in(?![A-Za-z])\s*(.+)")
+_BUILDER = re.compile(r"\\\{\s*[A-Za-z]\s*(?:\\mid(?![A-Za-z])|:|\|)(.+)\\\}")
 _ORDER = re.compile(r"<|>|\\le(?![A-Za-z])|\\ge(?![A-Za-z])")
 _UNION = re.compile(r"\\cup(?![A-Za-z])")
 _MATRIX = re.compile(
@@ -135,6 +136,9 @@ def _as_union(text: str) -> list[str] | None:
     member = _MEMBER.fullmatch(text)
     if member:
         return _as_union(member.group(1)) or [member.group(1)]
+    builder = _BUILDER.fullmatch(text)
+    if builder:
+        return _as_union(builder.group(1).strip())
     if _UNION.search(text):
         return [part.strip() for part in _UNION.split(text)]
     parts = split_top(text, ",;")

@@ -20,7 +20,8 @@ _SCIENTIFIC = re.compile(
 # Digits of a number, and the power of ten beyond which it is not written out.
 _MOST_DIGITS = 1000
 _MOST_POWER = 400
-_SIGNIFICANT = 6
+# Digits behind the point, as the field has it, and digits that are not leading zeros.
+_PLACES, _SIGNIFICANT = 6, 5
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ def number(text: str) -> Number | None:
 def same_number(answer: Number, gold: Number) -> bool:
     """Whether an answer is the number wanted.
 
-    Equal means exactly equal, but for a decimal against a fraction that has none:
-    there six significant digits, rounded or cut off, are enough. "10%" is 0.1 and not
+    Equal means exactly equal, but for a decimal against a fraction that is none: there
+    six digits behind the point, rounded or cut off, are enough. "10%" is 0.1 and not
     10; where "10%" is wanted, 10 names it too.
     """
     if gold.percent and not answer.percent:
@@ -90,12 +91,12 @@ def same_number(answer: Number, gold: Number) -> bool:
 
 
 def approximates(decimal: Number, value: Fraction) -> bool:
-    """Whether a decimal gives a value to six significant digits, rounded or cut off."""
+    """Whether a decimal gives a value to six places or more, rounded or cut off."""
     places = decimal.decimals
     if places is None or decimal.percent:
         return False
     digits = str(abs(decimal.value.numerator * 10**places // decimal.value.denominator))
-    enough = len(digits.lstrip("0")) >= _SIGNIFICANT and places > 0
+    enough = places >= _PLACES and len(digits.lstrip("0")) >= _SIGNIFICANT
     return enough and abs(decimal.value - value) < Fraction(1, 10**places)
 
 

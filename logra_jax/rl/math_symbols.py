@@ -66,7 +66,7 @@ def is_harmless(text: str) -> bool:
 def same_expression(answer: str, gold: str) -> bool:
     """Whether two clean expressions are the same number, function, set or relation.
 
-    A decimal is taken for an irrational number where it gives six significant digits.
+    A decimal is taken for an irrational number where it gives six places.
     """
     if not (is_harmless(answer) and is_harmless(gold)):
         return False

@@ -10,6 +10,7 @@ _CHARACTERS = str.maketrans(
     dict.fromkeys("−–—‐‑﹣－", "-")
     | dict.fromkeys("\u00a0\u2009\u202f\u2007\t\n\r", " ")
     | dict.fromkeys("’′", "'")
+    | dict.fromkeys("€£¥₹", "")
     | {
         "×": r"\times ",
         "·": r"\cdot ",
@@ -62,7 +63,7 @@ _SPELLINGS = [
         (rf"\\lt{_END}", "<"),
         (rf"\\gt{_END}", ">"),
         (rf"\\neq{_END}|!=", r"\\ne "),
-        (rf"\\approx{_END}", "="),
+        (rf"\\(?:approx|equiv){_END}", "="),
         (rf"\\varnothing{_END}", r"\\emptyset "),
         (rf"\\degree{_END}|\^\s*\{{\s*\\circ\s*\}}", r"^\\circ "),
         (r"\{\s*,\s*\}", ","),
@@ -72,6 +73,11 @@ _SPELLINGS = [
         ),
         (r"\\text\s*\{\s*([a-zA-Z]|ln|log|sin|cos|tan)\s*\}(?=\s*[(^\\])", r" \1"),
         (r"\\(?:mathbf|mathit|mathcal|boldsymbol|bm)\s*\{\s*(\w+)\s*\}", r"\1"),
+        (
+            r"\\text\s*\{([^{}]*)\}\s*/\s*\\text\s*\{([^{}]*)\}",
+            r"\\text{\1/\2}",
+        ),
+        (r"\\text\s*\{\s*\^\\circ\s*[CF]?\s*\}", r"^\\circ "),
         (r"\*\*", "^"),
         (r"\*", r"\\cdot "),
         (
@@ -86,6 +92,8 @@ _SPELLINGS = [
     )
 ]
 _SPACES = re.compile(r" {2,}")
+# A space between two digits is none to leave out: 3 4 is not 34.
+_IDLE_SPACE = re.compile(r"(?<![0-9]) | (?![0-9])")
 _OPEN, _CLOSE = "([{", ")]}"
 
 
@@ -133,7 +141,7 @@ def _root_braces(text: str) -> str:
 
 def squeeze(text: str) -> str:
     """What of a clean text decides whether two are spelled alike."""
-    return text.replace(" ", "").removeprefix("+")
+    return _IDLE_SPACE.sub("", text).removeprefix("+")
 
 
 def matching(text: str, start: int) -> int | None:

@@ -54,15 +54,17 @@ _BARE = re.compile(
     r"(?<![A-Za-z\\])([A-Za-z]+(?:[ /][A-Za-z]+){0,3})(?:\^\s*\{?\s*([0-9])\s*\}?)?$"
 )
 _DEGREES = re.compile(r"\^\s*\\circ\s*(?:[CF]|\\text\s*\{\s*[CF]\s*\})?$")
+_MODULUS = re.compile(r"(?:\\pmod\s*\{?|\(\s*\\?mod)\s*([0-9]+)\s*[})]?$")
 _VALUE_END = re.compile(r"(?:[0-9})%]|\\pi)$")
 _NUMBER_END = re.compile(r"^-?\s*(?:\\frac)?[0-9{}.,/ ]+$")
 
 
 def split_unit(text: str) -> tuple[str, str | None, bool]:
-    r"""Takes the unit off a clean answer.
+    r"""Takes the unit off a clean answer; a modulus counts as one.
 
-    Bare words count as a unit behind a plain number alone ("5 apples"), and a single
-    letter only apart from it ("5 m", not "5m").
+    Bare words count as a unit behind a plain number ("5 apples"), known ones behind
+    any value ("2\pi cm"), and a single letter only apart from a number ("5 m", not
+    "5m").
 
     Returns:
         The rest, the unit or None, and whether the unit is a known one (two known ones
@@ -75,6 +77,9 @@ def split_unit(text: str) -> tuple[str, str | None, bool]:
     degrees = _DEGREES.search(text)
     if degrees and text[: degrees.start()].strip():
         return text[: degrees.start()].strip(), "degree", True
+    modulus = _MODULUS.search(text)
+    if modulus and text[: modulus.start()].strip():
+        return text[: modulus.start()].strip(), f"mod {modulus.group(1)}", True
     for pattern in (_IN_TEXT, _BARE):
         found = pattern.search(text)
         if found is None:
@@ -100,10 +105,10 @@ def _may_be_unit(name: str) -> bool:
 
 
 def _behind_number(text: str, head: str, name: str) -> bool:
+    apart, known = text[len(head)] == " ", _canonical(name, 1)[1]
     if not _NUMBER_END.match(head):
-        return False
-    apart = text[len(head)] == " "
-    return apart if len(name) == 1 else (apart or _canonical(name, 1)[1])
+        return apart and known and len(name) > 1
+    return apart or (known and len(name) > 1)
 
 
 def _canonical(name: str, power: int) -> tuple[str, bool]:
