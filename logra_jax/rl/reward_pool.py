@@ -101,6 +101,20 @@ class PendingRewards:
     _futures: tuple[Future, ...]
     _submitted: float
 
+    @classmethod
+    def join(cls, parts: Sequence["PendingRewards"]) -> "PendingRewards":
+        """Batches that were submitted one by one, as they came, as a single one.
+
+        Its seconds count from the first submission.
+
+        Raises:
+            ValueError: there are no parts.
+        """
+        if not parts:
+            raise ValueError("`parts` must hold at least one batch, got none")
+        futures = tuple(future for part in parts for future in part._futures)
+        return cls(futures, min(part._submitted for part in parts))
+
     def result(self) -> Rewards:
         """Waits for the rewards, in the order in which the answers were submitted.
 

@@ -25,14 +25,17 @@ import concurrent.futures
 import contextlib
 import math
 import uuid
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from logra_jax.rollout.answers import AbortedError, Answer, read_answer
 from logra_jax.rollout.servers import Server, ServerError, Servers, backoff
 from logra_jax.rollout.types import Completions, Prompts, Sampling, pack_prompts
+
+# Takes the index of a prompt and the tokens of its completion.
+OnAnswer: TypeAlias = Callable[[int, Sequence[int]], None]
 
 _UNUSED_PLACES = 2  # of the context, after the completion
 _LONGEST_PROMPT = 7  # places of the context that a prompt leaves, or it is refused
@@ -123,16 +126,31 @@ class SGLangEngine:
         return self.servers.run(self._prepare(prompts, sampling, key))
 
     def start(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, key: Any
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        key: Any,
+        on_answer: OnAnswer | None = None,
     ) -> concurrent.futures.Future[Completions]:
         """As :meth:`generate`, without the wait; cancelling the future aborts it.
+
+        Args:
+            prompts: see :meth:`generate`.
+            sampling: see :meth:`generate`.
+            key: see :meth:`generate`.
+            on_answer: called as `on_answer(index, tokens)` for each prompt, once, as
+                soon as its completion is there, so that it can be scored while others
+                are still sampled. It runs in the thread that talks to the servers and
+                must return at once; what it raises ends the batch.
 
         Raises:
             ValueError: see :meth:`generate`.
         """
-        return self.servers.start(self._prepare(prompts, sampling, key))
+        return self.servers.start(self._prepare(prompts, sampling, key, on_answer))
 
-    def _prepare(self, prompts, sampling: Sampling, key: Any):
+    def _prepare(
+        self, prompts, sampling: Sampling, key: Any, on_answer: OnAnswer | None = None
+    ):
         """Check everything before anything is sent; the coroutine that sends it."""
         new = sampling.max_new_tokens
         packed = pack_prompts(
@@ -151,7 +169,8 @@ class SGLangEngine:
                     f"`prompts[{i}]` must hold tokens in [0, {highest}), got "
                     f"{wrong[0]}; use the tokenizer of the model that is served."
                 )
-        return self._batch(packed, tokens, sampling, _seeds(sampling, key, len(tokens)))
+        seeds = _seeds(sampling, key, len(tokens))
+        return self._batch(packed, tokens, sampling, seeds, on_answer)
 
     async def _batch(
         self,
@@ -159,6 +178,7 @@ class SGLangEngine:
         prompts: list[list[int]],
         sampling: Sampling,
         seeds: list[int | None],
+        on_answer: OnAnswer | None,
     ) -> Completions:
         answers: list[Answer | None] = [None] * len(prompts)
 
@@ -167,6 +187,8 @@ class SGLangEngine:
             answer = await self._ask(i, prompts[i], parameters)
             assert answers[i] is None
             answers[i] = answer
+            if on_answer is not None:
+                on_answer(i, answer.tokens)
 
         try:
             async with (

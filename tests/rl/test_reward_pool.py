@@ -10,7 +10,12 @@ import time
 import numpy as np
 import pytest
 
-from logra_jax.rl.reward_pool import RewardPool, Rewards, check_failures
+from logra_jax.rl.reward_pool import (
+    PendingRewards,
+    RewardPool,
+    Rewards,
+    check_failures,
+)
 from logra_jax.rl.tasks import Question
 
 # A module of its own: workers import their reward, and must be able to.
@@ -214,6 +219,19 @@ def test_batches_may_be_pending_at_once_and_be_read_twice(cast):
         assert first.result().values.tolist() == [1.0] * 20
         assert first.result().values.tolist() == [1.0] * 20
         assert score(pool).values.shape == (0,)
+
+
+def test_batches_that_came_one_by_one_are_joined_in_order(cast):
+    question = Question("?", "7", {})
+    with RewardPool(cast.play, workers=2, timeout=0.5) as pool:
+        parts = [pool.submit([question], [text]) for text in ("slow", "3", "hang")]
+        parts.append(pool.submit([question] * 9, [str(i) for i in range(9)]))
+        rewards = PendingRewards.join(parts).result()
+    assert rewards.values.tolist() == [2.0, 3.0, 0.0, *range(9)]
+    assert (rewards.timed_out, rewards.first_failure) == (1, "no verdict within 0.5 s")
+    assert rewards.seconds >= 0.5
+    with pytest.raises(ValueError, match="at least one batch, got none"):
+        PendingRewards.join([])
 
 
 def test_closing_does_not_wait_for_a_hanging_reward(cast):

@@ -110,6 +110,40 @@ def test_a_request_says_how_many_tokens_come_before_the_end(fake_server):
     assert body["sampling_params"]["min_new_tokens"] == 2
 
 
+def test_each_answer_is_told_once_while_others_are_still_sampled(fake_server):
+    may_end = threading.Event()
+
+    def slow_last(path, body):
+        if body.get("input_ids") == PROMPTS[-1]:
+            assert may_end.wait(30)
+        return healthy(path, body)
+
+    told: list[tuple[int, list[int]]] = []
+
+    def on_answer(index, tokens):
+        told.append((index, list(tokens)))
+        # The last prompt is answered only when the others have been told.
+        if len(told) == len(PROMPTS) - 1:
+            may_end.set()
+
+    with Servers([fake_server(slow_last).url]) as servers:
+        future = engine_of(servers).start(PROMPTS, SAMPLING, KEY, on_answer)
+        check(future.result(timeout=60), PROMPTS)
+    assert told[-1][0] == len(PROMPTS) - 1
+    new = SAMPLING.max_new_tokens
+    assert sorted(told) == [(i, tokens_for(p, new)) for i, p in enumerate(PROMPTS)]
+
+
+def test_error_of_a_listener_ends_the_batch(fake_server):
+    def on_answer(index, tokens):
+        raise RuntimeError("the reward pool is closed")
+
+    with Servers([fake_server(healthy).url]) as servers:
+        future = engine_of(servers).start(PROMPTS, SAMPLING, KEY, on_answer)
+        with pytest.raises(RuntimeError, match="the reward pool is closed"):
+            future.result(timeout=60)
+
+
 def test_request_carries_tokens_parameters_and_a_seed_of_the_key(fake_server):
     fake = fake_server(healthy)
     sampling = Sampling(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=4)
