@@ -49,10 +49,34 @@ class Rewards:
     first_failure: str | None = None
     seconds: float = 0.0
 
+    @classmethod
+    def join(cls, parts: Sequence["Rewards"]) -> "Rewards":
+        """Batches that were scored one after the other, as one.
+
+        Raises:
+            ValueError: there are no parts.
+        """
+        if not parts:
+            raise ValueError("`parts` must hold at least one batch, got none")
+        failures = (part.first_failure for part in parts if part.first_failure)
+        return cls(
+            np.concatenate([part.values for part in parts]),
+            sum(part.raised for part in parts),
+            sum(part.timed_out for part in parts),
+            sum(part.out_of_memory for part in parts),
+            sum(part.died for part in parts),
+            next(failures, None),
+            sum(part.seconds for part in parts),
+        )
+
     @property
     def failed(self) -> int:
         """Answers that have no reward of their own, whatever the cause."""
         return self.raised + self.timed_out
+
+
+class ScoringError(ValueError):
+    """Too many answers of a batch could not be scored."""
 
 
 def check_failures(rewards: Rewards, limit: float) -> None:
@@ -63,7 +87,7 @@ def check_failures(rewards: Rewards, limit: float) -> None:
         limit: share of answers that may fail, inside [0, 1]; 1 never stops.
 
     Raises:
-        ValueError: more failed; names the share, the causes and the first failure.
+        ScoringError: more failed; names the share, the causes and the first failure.
 
     Example:
         >>> some = Rewards(np.zeros(4, np.float32), raised=1, first_failure="KeyError")
@@ -71,7 +95,8 @@ def check_failures(rewards: Rewards, limit: float) -> None:
         >>> check_failures(some, limit=0.2)
         Traceback (most recent call last):
         ...
-        ValueError: `reward.max_failed_share` allows scoring to fail on 20% of a \
+        logra_jax.rl.reward_pool.ScoringError: \
+`reward.max_failed_share` allows scoring to fail on 20% of a \
 batch, got 25% (1 of 4: 1 raised), first with "KeyError"; mend the reward, or raise \
 the limit to go on.
     """
@@ -86,7 +111,7 @@ the limit to go on.
         "took their process down": rewards.died,
     }
     causes = ", ".join(f"{count} {cause}" for cause, count in counts.items() if count)
-    raise ValueError(
+    raise ScoringError(
         f"`reward.max_failed_share` allows scoring to fail on {limit:.0%} of a batch, "
         f"got {rewards.failed / size:.0%} ({rewards.failed} of {size}: {causes}), "
         f'first with "{rewards.first_failure}"; mend the reward, or raise the limit '

@@ -1,14 +1,16 @@
 """The responses that each update learns from, sampled ahead where the engine can."""
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
 import numpy as np
 from flax import nnx
 
+from logra_jax.rl.reward_pool import PendingRewards, RewardPool
 from logra_jax.rl.tasks import Question, Task
 from logra_jax.rollout.servers import ServerError
-from logra_jax.rollout.sglang import SGLangEngine
+from logra_jax.rollout.sglang import OnAnswer, SGLangEngine
 from logra_jax.rollout.types import Completions
 from logra_jax.training.assemble import sampling_of, stream_key, training_questions
 from logra_jax.training.policy import Policy
@@ -17,11 +19,13 @@ from logra_jax.training.schema import Config
 
 
 class Responses(NamedTuple):
-    """What one update learns from."""
+    """A batch of responses."""
 
     questions: list[Question]
     completions: Completions
     texts: list[str]
+    # Of responses that were scored while others were still sampled.
+    scores: PendingRewards | None = None
 
 
 class Batches:
@@ -36,13 +40,22 @@ class Batches:
         task: gives the questions.
         policy: samples.
         remote: the servers, if the policy samples there.
+        rewards: scores what the servers answer as soon as it is there; None leaves it
+            to the caller.
     """
 
     def __init__(
-        self, config: Config, task: Task, policy: Policy, remote: Remote | None
+        self,
+        config: Config,
+        task: Task,
+        policy: Policy,
+        remote: Remote | None,
+        rewards: RewardPool | None = None,
     ):
         self._config, self._task, self._policy = config, task, policy
-        self._remote = remote
+        self._remote, self._rewards = remote, rewards
+        # By index of a response, of the batches that are asked for.
+        self._scores: dict[tuple[int, int], dict[int, PendingRewards]] = {}
         self._sampling = sampling_of(config)
         self._stride = config.rl.updates_per_batch
         self.prompts = config.train.batch // config.rl.responses_per_prompt
@@ -80,7 +93,12 @@ class Batches:
             return wait()  # servers that failed it may have been healed since
 
         completions = self._remote.persist(index, weights, wait)
-        return Responses(questions, completions, self._policy.decode(completions))
+        texts = self._policy.decode(completions)
+        scores = self._scores.pop((index, attempt), None)
+        if scores is None:
+            return Responses(questions, completions, texts)
+        in_order = [scores[i] for i in range(len(questions))]
+        return Responses(questions, completions, texts, PendingRewards.join(in_order))
 
     def start_ahead(self, index: int, position: int) -> None:
         """Ask for the batches to come that may be sampled already.
@@ -97,19 +115,33 @@ class Batches:
 
     def start(self, index: int, position: int, attempt: int = 0) -> None:
         """Ask for one batch, unless that has been done; see :meth:`take`."""
-        engine = self._policy.engine
-        if (index, attempt) in self._ahead or not isinstance(engine, SGLangEngine):
+        engine, at = self._policy.engine, (index, attempt)
+        if at in self._ahead or not isinstance(engine, SGLangEngine):
             return
         questions = training_questions(self._config, self._task, position)
         key = stream_key(self._config.seed, "rollout", index, attempt)
         prompts = self._policy.encode(questions)
-        self._ahead[index, attempt] = engine.start(prompts, self._sampling, key)
+        scoring = () if self._rewards is None else (self._scorer(at, questions),)
+        self._ahead[at] = engine.start(prompts, self._sampling, key, *scoring)
+
+    def _scorer(self, at: tuple[int, int], questions: list[Question]) -> OnAnswer:
+        """Hands the answers to a batch to the rewards as they come."""
+        rewards, decode = self._rewards, self._policy.tokenizer.decode
+        assert rewards is not None
+        # Anew: a batch that is asked for once more has other answers.
+        scores = self._scores[at] = {}
+
+        def on_answer(i: int, tokens: Sequence[int]) -> None:
+            scores[i] = rewards.submit([questions[i]], [decode(tokens)])
+
+        return on_answer
 
     def cancel(self) -> None:
         """Give up what is under way."""
         for future in self._ahead.values():
             future.cancel()
         self._ahead.clear()
+        self._scores.clear()
 
 
 def staleness(completions: Completions, version: int) -> dict[str, float]:

@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Float32
 
-from logra_jax.rl.reward_pool import RewardPool, Rewards
+from logra_jax.rl.reward_pool import RewardPool, Rewards, check_failures
 from logra_jax.rl.shaping import is_mixed, shape_rewards
 from logra_jax.rollout.types import Completions, concatenate, take_rows
 from logra_jax.training.batches import Batches, Responses, staleness
@@ -67,7 +67,7 @@ class Collector:
 
         Raises:
             ServerError: the servers cannot give it.
-            ValueError: too many responses could not be scored.
+            ScoringError: too many responses could not be scored.
         """
         shaping = self._config.shaping
         most = shaping.filter_rounds if shaping.filter_groups else 1
@@ -90,9 +90,8 @@ class Collector:
         self.position += self._batches.prompts
         self._batches.start_ahead(index, self.position)
         with recorder.timed("reward", "reward"):
-            rewards = from_leader(
-                self._rewards.score, responses.questions, responses.texts
-            )
+            rewards = from_leader(self._score, responses)
+        check_failures(rewards, self._config.reward.max_failed_share)
         cut = shaping.truncated_reward if shaping.truncated == "penalise" else None
         shaped = shape_rewards(
             rewards.values,
@@ -107,6 +106,11 @@ class Collector:
         )
         return responses, rewards, shaped
 
+    def _score(self, responses: Responses) -> Rewards:
+        if responses.scores is not None:
+            return responses.scores.result()
+        return self._rewards.score(responses.questions, responses.texts)
+
     def _mixed(self, rewards: np.ndarray) -> Bool[np.ndarray, " groups"]:
         return is_mixed(rewards, self._config.rl.responses_per_prompt)
 
@@ -115,15 +119,10 @@ class Collector:
     ) -> tuple[Completions, Float32[np.ndarray, " batch"], dict[str, float]]:
         """The responses that are kept, their rewards, and metrics of all rounds."""
         completions = concatenate([responses.completions for responses, *_ in rounds])
-        scores = np.concatenate([rewards.values for _, rewards, _ in rounds])
+        scored = Rewards.join([rewards for _, rewards, _ in rounds])
         shaped = np.concatenate([shaped for *_, shaped in rounds])
-        scored = Rewards(
-            scores,
-            sum(rewards.raised for _, rewards, _ in rounds),
-            sum(rewards.timed_out for _, rewards, _ in rounds),
-        )
         values = rollout_metrics(completions, scored)
-        if np.any(shaped != scores):
+        if np.any(shaped != scored.values):
             values["reward/shaped"] = float(np.mean(shaped))
         if not self._config.shaping.filter_groups:
             return completions, shaped, values

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 from flax import nnx
 
-from logra_jax.rl.reward_pool import RewardPool
+from logra_jax.rl.reward_pool import RewardPool, ScoringError
 from logra_jax.rl.tasks import Task
 from logra_jax.rollout.servers import ServerError
 from logra_jax.training.alarms import Alarm
@@ -35,6 +35,12 @@ from logra_jax.training.checkpoint import (
 )
 from logra_jax.training.collect import Collector
 from logra_jax.training.config import load_config, to_yaml
+from logra_jax.training.data_record import (
+    check_data_record,
+    data_record,
+    describe_data,
+    write_data_record,
+)
 from logra_jax.training.display import Display
 from logra_jax.training.distributed import (
     agree,
@@ -55,6 +61,7 @@ from logra_jax.training.plots import write_plots
 from logra_jax.training.policy import Policy, basis_of, load_policy, model_directory
 from logra_jax.training.recorder import Recorder, Row
 from logra_jax.training.remote import Remote
+from logra_jax.training.rollout_metrics import responses_per_second
 from logra_jax.training.schema import Config
 from logra_jax.training.state import TrainState
 from logra_jax.training.updates import Updates
@@ -90,7 +97,13 @@ def train(config: Config) -> int:
     with display, build_rewards(config) as rewards:
         if is_leader():
             rewards.warm()
-        task = together(load_task, config)
+        with display.phase("loading the questions"):
+            task = together(load_task, config)
+        record = data_record(config, task)
+        if config.resume is not None:
+            together(check_data_record, run_dir, record)
+        for line in describe_data(task):
+            display.note(line)
         with display.phase("preparing the model"):
             directory = together(model_directory, config)
         with display.phase("loading the model"):
@@ -100,6 +113,7 @@ def train(config: Config) -> int:
         run = _Run(config, run_dir, directory, task, policy, rewards, display)
         # Only now: a start that was refused leaves no run behind.
         from_leader(write_config, run_dir, to_yaml(config))
+        from_leader(write_data_record, run_dir, record)
         del policy
         try:
             together(check_shared, run_dir)
@@ -172,7 +186,8 @@ class _Run:
         )
         self.updates: Updates | None = None
         self.remote: Remote | None = None
-        self.lost: ServerError | None = None  # why no server can go on
+        # Why the run cannot go on.
+        self.lost: ServerError | ScoringError | None = None
         self.began = time.monotonic()
         self.done = 0  # updates, as the state counts them too
 
@@ -303,7 +318,7 @@ class _Run:
                 lambda: bool(interrupt),
             )
             self.policy = self.remote.policy
-        batches = Batches(config, self.task, self.policy, self.remote)
+        batches = Batches(config, self.task, self.policy, self.remote, self.rewards)
         try:
             if self.remote:
                 with self.display.phase("finding the servers"):
@@ -351,12 +366,12 @@ class _Run:
         """Sample and score, where a batch is used up; one update.
 
         Returns the next state, and the update's metrics; or None, and the state as it
-        was, where the servers are lost.
+        was, where the servers are lost, or the rewards fail.
         """
         recorder = self.recorder
         try:
             drawn = self.minibatches.draw(self.done, state, collector, recorder)
-        except ServerError as error:
+        except (ServerError, ScoringError) as error:
             self.lost = error
             return state, None
         state, batch, seen = drawn
@@ -452,6 +467,8 @@ class _Run:
             exported = [row for row in rows if row["step"] == step]
             self.display.before_after(rows[0], [rows[-1], *exported][-1])
         self.display.samples(self.evaluator.shown)
+        rate = responses_per_second(read_metrics(self.run_dir))
+        self.display.note(f"rewards: {rate:.3g} responses scored a second")
         model = self.run_dir / MODEL_DIRECTORY
         self.display.note(f"trained model, of step {step}: {model}")
         self.display.note(f"metrics, samples, plots, checkpoints: {self.run_dir}")

@@ -1,5 +1,7 @@
 """What the responses of one update look like, in numbers."""
 
+from collections.abc import Iterable, Mapping
+
 import numpy as np
 from jaxtyping import Float, Int
 
@@ -16,6 +18,9 @@ def rollout_metrics(completions: Completions, rewards: Rewards) -> dict[str, flo
 
     - ``reward``: mean; ``reward/raised``, ``reward/timed_out``: responses;
     - ``length/mean``: tokens; ``length/truncated``: share cut at the length limit;
+    - ``reward/scored``: responses; ``seconds/scoring``: from the first of them that was
+      handed over to the last verdict, which is more than was waited for where scoring
+      goes on beside sampling;
     - ``rollout/repetition``: mean of :func:`repetition`.
     """
     repeated = repetition(completions.tokens, completions.lengths)
@@ -25,8 +30,17 @@ def rollout_metrics(completions: Completions, rewards: Rewards) -> dict[str, flo
         "reward/timed_out": rewards.timed_out,
         "length/mean": float(np.mean(completions.lengths)),
         "length/truncated": float(np.mean(~completions.finished)),
+        "reward/scored": len(rewards.values),
+        "seconds/scoring": rewards.seconds,
         "rollout/repetition": float(np.mean(repeated)),
     }
+
+
+def responses_per_second(rows: Iterable[Mapping[str, float]]) -> float:
+    """How fast responses were scored, by a journal's rows; NaN where none was."""
+    scored = [row for row in rows if row.get("seconds/scoring", 0.0) > 0]
+    seconds = sum(row["seconds/scoring"] for row in scored)
+    return sum(row["reward/scored"] for row in scored) / seconds if scored else np.nan
 
 
 def repetition(
