@@ -38,6 +38,8 @@ _MOST_FUNCTIONS = 8
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _ASCII = re.compile(r"[ -~]*")
 _MANY_DIGITS = re.compile(r"[0-9]{19,}")
+# math-verify adds numbers that stand side by side: 1 2 3 is 6.
+_SIDE_BY_SIDE = re.compile(r"(?<![_0-9])[0-9]+ +[0-9.]")
 _LONG_WORD = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{7,}")
 # n! and 20! may be; (n + 1)!, 100! and 5!! not.
 _FACTORIAL = re.compile(r"(?<![0-9A-Za-z!])([0-9]{1,2}|[a-z])!(?!\s*!)")
@@ -45,6 +47,7 @@ _FACTORIAL = re.compile(r"(?<![0-9A-Za-z!])([0-9]{1,2}|[a-z])!(?!\s*!)")
 _FALLING = re.compile(r"\)\s*_")
 _NUMERAL = re.compile(r"[0-9]+")
 _BIG_BINOMIAL = re.compile(r"\\binom.*[0-9]{4}")
+_REFUSED = (_MANY_DIGITS, _SIDE_BY_SIDE, _LONG_WORD, _FALLING, _BIG_BINOMIAL)
 _MOST_POWER = 10_000
 _MOST_IN_TOWER = 4
 _MOST_IN_CHAIN = 100_000
@@ -56,7 +59,7 @@ def is_harmless(text: str) -> bool:
         return False
     if not _COMMANDS.issuperset(_COMMAND.findall(text)):
         return False
-    if any(p.search(text) for p in (_MANY_DIGITS, _LONG_WORD, _FALLING, _BIG_BINOMIAL)):
+    if any(pattern.search(text) for pattern in _REFUSED):
         return False
     if text.count("!") != len(_FACTORIAL.findall(text)):
         return False

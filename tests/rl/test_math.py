@@ -204,6 +204,41 @@ def test_an_echoed_question_is_no_answer():
     assert reward(question, f"{question.text} It is 5") == 1.0
 
 
+LAZY = [
+    "",
+    r"\boxed{}",
+    r"\boxed{?}",
+    r"\boxed{answer}",
+    r"\boxed{\text{your answer}}",
+    r"\boxed{\ldots}",
+    r"\boxed{x=x}",
+    r"\boxed{x/x}",
+    r"\boxed{0^0}",
+    r"\boxed{\frac{0}{0}}",
+    r"\boxed{\infty-\infty}",
+    r"\boxed{nan}",
+    r"\boxed{1,2,3,4,5,6,7,8,9,10}",
+    r"\boxed{\{0,1,2,3,4,5\}}",
+    r"\boxed{1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20}",
+    r"\boxed{A, B, C, D}",
+    r"\boxed{A or B or C or D}",
+    r"\boxed{yes or no}",
+    r"\boxed{\text{Monday, Tuesday, Wednesday}}",
+    r"\boxed{f(x)}",
+    r"\boxed{x<\infty}",
+    "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20",
+    "A B C D E",
+    "The answer is",
+    "I don't know.",
+]
+
+
+@pytest.mark.parametrize("answer", LAZY)
+def test_lazy_answers_win_nothing(answer):
+    golds = sorted({pair["gold"] for pair in PAIRS})
+    assert [gold for gold in golds if math(answer, gold)] == []
+
+
 def test_hostile_answers_cost_neither_time_nor_memory_nor_the_pool(hostile):
     golds = ["5", r"2\pi", "x^2+1", "(1,2)", "x=5", r"\{1,2\}", "[1,2)", "y=2x+1"]
     golds += [r"\text{Monday}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"]
