@@ -26,6 +26,8 @@ _START_LIMIT = 120.0
 # remember of the answers they saw (sympy does) must not add up over a long run.
 _GROWTH = 256 * 2**20
 _GIB = 2**30
+# The stacks of a hundred idle BLAS threads would count as the worker's data.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 # Characters of an error's message that are kept.
 _MESSAGE = 300
 
@@ -107,7 +109,9 @@ class Worker:
             # may import jax, or train.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", f"from {__name__} import serve; {call}"],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sys.path))},
+                env=_ONE_THREAD
+                | os.environ
+                | {"PYTHONPATH": os.pathsep.join(map(str, sys.path))},
                 pass_fds=[far_end.fileno()],
                 stdin=subprocess.DEVNULL,
             )
