@@ -66,9 +66,10 @@ def evaluate(
 ) -> Evaluation:
     """Answer and score the questions of every set, as section ``eval`` says.
 
-    Responses are generated ``eval.batch`` at once; where that is done in this process,
-    the last batch is filled up, and what fills it is not counted. One program is
-    compiled for each width of prompts and for greedy answers and samples each.
+    Responses are generated ``eval.batch`` at once, and the last batch is filled up;
+    what fills it is not counted. One program is compiled for each width of prompts, and
+    for greedy answers and samples each. Servers get as many requests at once as they
+    may (``rollout.concurrency``), and nothing to fill up.
 
     Args:
         policy: static parts of the model, and what samples.
@@ -87,6 +88,9 @@ def evaluate(
         for mode, sampling, asked in _plan(chosen, config)
     ]
     total, done = sum(len(asked) for *_, asked in plans), 0
+    size = config.eval.batch
+    if isinstance(policy.engine, SGLangEngine):
+        size = max(size, config.rollout.concurrency)
     key = stream_key(config.seed, "eval", 0)
     values: Values = {}
     samples: list[Sample] = []
@@ -94,9 +98,9 @@ def evaluate(
         answering = _fitted(policy, chosen, sampling, config)
         stream = zlib.crc32(f"{chosen.name}/{mode}".encode())
         answers = _Answers(chosen, mode, config.reward.answer)
-        for start in range(0, len(asked), config.eval.batch):
+        for start in range(0, len(asked), size):
             progress(done + start, total)
-            part = asked[start : start + config.eval.batch]
+            part = asked[start : start + size]
             batch_key = jax.random.fold_in(jax.random.fold_in(key, stream), start)
             answers.add(answering, weights, rewards, part, sampling, batch_key, config)
         done += len(asked)

@@ -80,6 +80,9 @@ class Evaluator:
         if is_leader():
             path = samples_path(self._run_dir, step)
             write_samples(path, found.samples, options.keep_samples)
+            for later in path.parent.glob("*.jsonl"):
+                if later.name > path.name:  # of a run that was killed after it
+                    later.unlink()
             self.shown = to_show(found.samples, options.show_samples)
             if step == 0:
                 self._display.samples(self.shown)

@@ -58,7 +58,8 @@ class EvalConfig:
     """Metric that says which weights are best; `train.target_accuracy` and the alarm
     `eval_drop` look at it too."""
     keep_best: bool = True
-    """Keep the checkpoint of the best evaluation too, beside the newest."""
+    """Keep the checkpoint of the best evaluation too, beside the newest: an evaluation
+    that is the best so far writes one. The model before training is none."""
     export: Literal["last", "best"] | None = None
     """Which checkpoint a run exports at its end; null is the last one, or the best one
     where an alarm has ended the run."""

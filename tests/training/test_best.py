@@ -14,6 +14,7 @@ from logra_jax.training.config import load_config
 from logra_jax.training.evaluate import Evaluation
 from logra_jax.training.journal import deterministic, read_metrics
 from logra_jax.training.loop import STOPPED_BY_ALARM, train
+from logra_jax.training.samples import samples_path
 
 Run = Callable[..., Path]
 # One program whatever the number of steps.
@@ -51,7 +52,11 @@ def test_the_newest_and_the_best_are_kept_and_outlive_a_resume(tiny_run: Run):
     tiny_run("unused", f"resume={run_dir}", *few, "train.steps=6", "eval.export=best")
     assert saved(run_dir) == {3, 6}
     assert model(run_dir) != last
+    stale = samples_path(run_dir, 9)
+    stale.touch()
     tiny_run("unused", f"resume={run_dir}", *few, "train.steps=8")
+    assert not stale.exists()
+    assert samples_path(run_dir, 8).exists()
     assert saved(run_dir) == {7, 8}
     without = tiny_run("without", *few, "train.steps=4", "eval.keep_best=false")
     assert saved(without) == {4}
