@@ -6,6 +6,8 @@ examples:
   logra train configs/quickstart.yaml train.steps=2 run_dir=runs/try
   logra train configs/quickstart.yaml sketch.rank=64 kl.budget=constant kl.start=5e-3
   logra train configs/quickstart.yaml resume=runs/quickstart-20260101-120000
+ended by an alarm, with exit status 3, a checkpoint, and the best one as the model:
+  logra train configs/quickstart.yaml 'monitor.stop_on=[eval_drop, repetition]'
 one run of several processes, on one mesh of all their devices; SLURM, Kubernetes and
 Open MPI start them, or you do, each with its own distributed.process:
   srun logra train CONFIG mesh.fsdp=16 distributed.enabled=true

@@ -35,6 +35,8 @@ Values = Mapping[str, float | int]
 # Seconds after which a phase off a terminal says that it is still running: early the
 # first time (it may be compiling), late once it is known.
 _FIRST_PATIENCE, _PATIENCE = 2.0, 20.0
+# Seconds between two lines on how far a phase is, off a terminal.
+_SILENCE = 60.0
 # Characters of a text that are shown.
 _SHOWN = 400
 # Rows between two repetitions of the head.
@@ -109,6 +111,7 @@ class Display:
         self._began = time.monotonic()
         self._phase = ("starting", self._began)
         self._part: tuple[int, int] | None = None  # done and all of the phase
+        self._told = self._began  # when a log was last told of that
         self._start = 0  # steps of the processes before this one
         self._finished: list[tuple[int, float]] = []  # (step, when) of this process
         self._spinner = Spinner("dots", style="cyan")
@@ -179,8 +182,15 @@ class Display:
         self._console.print(row, soft_wrap=True)
 
     def advance(self, done: int, total: int) -> None:
-        """Show how far the current phase is; the bar is its own until it ends."""
+        """Show how far the current phase is; the bar is its own until it ends.
+
+        A log gets a line now and then.
+        """
         self._part = (done, total)
+        now = time.monotonic()
+        if not self._live and done and now - max(self._told, self._phase[1]) > _SILENCE:
+            self._told = now
+            self._write(f"{self._phase[0]} {done}/{total}", "dim")
 
     def before_after(self, before: Values, after: Values) -> None:
         """Write the table of accuracy before and after training.

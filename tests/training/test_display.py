@@ -202,6 +202,17 @@ def test_a_phase_s_own_progress_is_shown_until_it_ends():
         assert "0/24" in text(terminal).rpartition("64/300")[2]
 
 
+def test_a_log_is_told_now_and_then_how_far_a_long_phase_is(monkeypatch):
+    monkeypatch.setattr(display_module, "_SILENCE", 0.05)
+    log = console()
+    with Display(2, console=log) as display, display.phase("evaluating"):
+        for done in (0, 64, 128, 192):
+            display.advance(done, 300)
+            if done == 64:
+                time.sleep(0.1)
+    assert text(log).splitlines() == ["evaluating 128/300"]
+
+
 def test_a_note_is_written_as_it_stands():
     log = console()
     Display(2, console=log).note("results in runs/[bold]x " + "y" * 100)
