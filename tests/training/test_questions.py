@@ -15,6 +15,7 @@ from logra_jax.training.assemble import (
     load_task,
     training_questions,
 )
+from logra_jax.training.checkpoint import discard_start, write_config
 from logra_jax.training.config import Config, load_config
 from logra_jax.training.data_record import (
     DATA_FILE,
@@ -25,6 +26,7 @@ from logra_jax.training.data_record import (
     write_data_record,
 )
 from logra_jax.training.policy import load_policy
+from logra_jax.training.questions import load_questions
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 ROWS = [
@@ -299,31 +301,34 @@ def test_the_hard_mix_has_all_its_families_on_both_sides_and_right_answers():
         assert r"\boxed{}" in question.text
 
 
-@pytest.mark.parametrize(
-    "name", ["dapo_math", "qwen2.5-math-1.5b", "qwen2.5-math-7b", "qwen3.8-27b"]
-)
+@pytest.mark.parametrize("name", ["dapo_math", "qwen2.5-math-1.5b", "qwen2.5-math-7b"])
 def test_configs_of_the_hub_take_files_in_its_place(name, write):
     train = [{"prompt": r["question"], "solution": str(r["answer"])} for r in ROWS]
     test = [{"problem": "5 + 6?", "answer": "11", "subject": "Algebra"}]
-    overrides = ["task.too_long=refuse"]
-    if name == "qwen3.8-27b":
-        overrides += ["task.size=80", "task.held_out=0.1"]
-    else:
-        overrides += [*files(write(train)), "task.subset=null"]
-        overrides += files(write(test, "test.jsonl"), "eval.sets.math500")
+    overrides = ["task.too_long=refuse", "task.subset=null", *files(write(train))]
+    overrides += files(write(test, "test.jsonl"), "eval.sets.math500")
     config = load_config(CONFIGS / f"{name}.yaml", overrides)
     sets = load_eval_sets(config, load_task(config))
-    if name == "qwen3.8-27b":
-        assert config.task.mix == _hard().task.mix
-        return
     assert sets[0].name == "math500"
     assert sets[0].questions[0].family == "Algebra"
     assert r"\boxed{}" in sets[0].questions[0].text
     assert [one.name for one in sets[1:]] == ["aime"] * (name == "dapo_math")
 
 
-def _hard() -> Config:
-    return load_config(CONFIGS / "reasoning_gym_hard.yaml")
+def test_the_27b_is_trained_on_the_hard_mix():
+    hard, large = (
+        load_config(CONFIGS / f"{name}.yaml")
+        for name in ("reasoning_gym_hard", "qwen3.8-27b")
+    )
+    assert large.task == hard.task
+
+
+def test_a_start_that_is_taken_back_leaves_no_record(load, write, tmp_path):
+    config, run_dir = load(*files(write(ROWS))), tmp_path / "run"
+    write_config(run_dir, "")
+    write_data_record(run_dir, data_record(config, load_task(config)))
+    discard_start(run_dir)
+    assert not run_dir.exists()
 
 
 def test_too_long_prompts_are_dropped_with_a_count_or_refused(
@@ -341,7 +346,7 @@ def test_too_long_prompts_are_dropped_with_a_count_or_refused(
         f"model.path={model}",
         "sketch.rank=4",
         *files(
-            write([*long, {"question": "8 + 9?", "answer": 17}], "b.jsonl"),
+            write([*long, {"question": 9 * "8 + " + "9?", "answer": 81}], "b.jsonl"),
             "eval.sets.b",
         ),
     ]
@@ -351,8 +356,12 @@ def test_too_long_prompts_are_dropped_with_a_count_or_refused(
     assert task.eval_sets[0].dropped == {"too long": 1}
     assert len(task.eval_sets[0].questions) == 1
     assert max(len(q.text) for q in task.train + task.held_out) < 10
-    policy, _ = load_policy(config, task, model)
-    assert policy.encode(task.train)
+    # Also of a task from which nothing was dropped: what is not asked must not matter.
+    for loaded in (task, load_questions(config)):
+        policy, _ = load_policy(config, loaded, model)
+        encoded = policy.encode(task.train + task.eval_sets[0].questions)
+        room = len(policy.engine.prefix) + policy.engine.bucket
+        assert max(map(len, encoded)) <= room < 256 - 150
     with pytest.raises(ValueError, match=r"`task.too_long=drop` leaves out what does"):
         load_policy(load(*overrides), load_task(load(*overrides)), model)
     with pytest.raises(ValueError, match=r"leaves 1 tokens, too few for all \d+ quest"):
