@@ -23,7 +23,6 @@ from logra_jax.algorithm import alignment
 from logra_jax.rl.advantages import RunningMean
 from logra_jax.rl.reward_pool import RewardPool
 from logra_jax.training.assemble import (
-    build_rewards,
     enable_compile_cache,
     load_task,
     loss_options_of,
@@ -36,6 +35,7 @@ from logra_jax.training.display import Display
 from logra_jax.training.monitor import build_measuring, ranks_of
 from logra_jax.training.policy import load_policy, model_directory
 from logra_jax.training.schema import Config
+from logra_jax.training.scoring import build_rewards
 
 ENERGIES = (0.5, 0.9, 0.95, 0.99)
 RESPONSES = 32

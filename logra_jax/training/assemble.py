@@ -13,19 +13,9 @@ from jaxtyping import Array, Bool, Float, Key
 
 from logra_jax.algorithm.predicted_kl import scale_by_predicted_kl
 from logra_jax.algorithm.row_adam import scale_by_row_adam
-from logra_jax.rl.reward_pool import RewardPool
-from logra_jax.rl.reward_worker import Reward
-from logra_jax.rl.rewards import (
-    ExactReward,
-    MathReward,
-    PythonReward,
-    ReasoningGymReward,
-    RewardTable,
-)
 from logra_jax.rl.tasks import EvalSet, Question, Task, draw
 from logra_jax.rollout.types import Completions, Sampling
 from logra_jax.training.budget import build_budget
-from logra_jax.training.checks import require
 from logra_jax.training.layout import Layout
 from logra_jax.training.monitor import Monitor, build_monitor
 from logra_jax.training.objective import LossOptions
@@ -37,7 +27,6 @@ from logra_jax.training.prepare import Prepare, build_prepare
 from logra_jax.training.prompts import drop_too_long
 from logra_jax.training.questions import load_questions
 from logra_jax.training.schema import Config
-from logra_jax.training.schema_reward import RewardConfig
 from logra_jax.training.schema_task import HELD_OUT
 from logra_jax.training.state import Batch
 from logra_jax.training.step import Step, build_step
@@ -88,65 +77,6 @@ def load_eval_sets(config: Config, task: Task) -> list[EvalSet]:
         )
         for one in task.eval_sets
     ]
-
-
-def build_rewards(config: Config) -> RewardPool:
-    """The pool of scoring processes, for the task and all evaluation sets.
-
-    Raises:
-        ValueError: `reward.function` names no function, or the kind of reward does not
-            fit the questions.
-    """
-    reward = config.reward
-    rewards = {"": build_reward(reward, config.task.source)}
-    for name, one in config.eval.sets.items():
-        if one.reward is not None:
-            own = replace(
-                reward,
-                kind=one.reward,
-                answer="auto",
-                partial=False,
-                function=reward.function if one.reward == "python" else None,
-            )
-            rewards[name] = build_reward(own, one.source)
-    return RewardPool(
-        RewardTable(rewards) if len(rewards) > 1 else rewards[""],
-        workers=reward.workers,
-        timeout=reward.timeout,
-        memory=reward.memory,
-    )
-
-
-def build_reward(reward: RewardConfig, source: str) -> Reward:
-    """What scores the answers to a task's questions.
-
-    Args:
-        reward: the kind, and what of a response it scores.
-        source: where the questions come from, such as "reasoning_gym".
-
-    Raises:
-        ValueError: `reward.function` names no function, or the kind of reward does not
-            fit the source.
-    """
-    own = source == "reasoning_gym"
-    if reward.kind == "auto":
-        # Held to the rules of the kind that it turns out to be.
-        reward = replace(reward, kind="reasoning_gym" if own else "math")
-    how = {} if reward.answer == "auto" else {"answer": reward.answer}
-    if reward.kind == "math":
-        return MathReward()
-    if reward.kind == "exact":
-        return ExactReward(**how)
-    if reward.kind == "python":
-        return PythonReward(reward.function or "", **how)
-    require(
-        own,
-        "reward.kind",
-        reward.kind,
-        "be another where the questions are not reasoning-gym's",
-        "math or exact compare with the reference answer",
-    )
-    return ReasoningGymReward(partial=reward.partial, **how)
 
 
 def build_optimizer(config: Config) -> optax.GradientTransformation:

@@ -14,7 +14,6 @@ from rich.console import Console
 
 from logra_jax.rollout.servers import ServerError
 from logra_jax.training.assemble import (
-    build_rewards,
     enable_compile_cache,
     load_eval_sets,
     load_task,
@@ -27,6 +26,7 @@ from logra_jax.training.policy import Policy, basis_of, load_policy, model_direc
 from logra_jax.training.remote import Remote
 from logra_jax.training.samples import to_show, write_samples
 from logra_jax.training.schema import Config
+from logra_jax.training.scoring import build_rewards
 from logra_jax.training.updates import Updates
 
 

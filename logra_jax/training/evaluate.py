@@ -19,6 +19,7 @@ weights from elsewhere: what differs between two is the weights.
 
 import copy
 import dataclasses
+import re
 import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -27,7 +28,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from logra_jax.rl.answers import last_number
+from logra_jax.rl.answers import read
 from logra_jax.rl.eval_metrics import (
     Estimate,
     best_of_k,
@@ -44,8 +45,11 @@ from logra_jax.training.distributed import from_leader, is_leader
 from logra_jax.training.policy import Policy
 from logra_jax.training.samples import Sample
 from logra_jax.training.schema import Config
+from logra_jax.training.scoring import reading_of
 
 Values = dict[str, float | int]
+
+_PLAIN_NUMBER = re.compile(r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)")
 
 
 class Evaluation(NamedTuple):
@@ -97,7 +101,8 @@ def evaluate(
     for chosen, mode, sampling, asked in plans:
         answering = _fitted(policy, chosen, sampling, config)
         stream = zlib.crc32(f"{chosen.name}/{mode}".encode())
-        answers = _Answers(chosen, mode, config.reward.answer)
+        reading = reading_of(config, chosen.questions[0].scorer)
+        answers = _Answers(chosen, mode, reading)
         for start in range(0, len(asked), size):
             progress(done + start, total)
             part = asked[start : start + size]
@@ -193,9 +198,9 @@ def _fitted(
 class _Answers:
     """The responses to a set's questions in one mode; they lie in the leader alone."""
 
-    def __init__(self, chosen: EvalSet, mode: str, rule: str):
+    def __init__(self, chosen: EvalSet, mode: str, reading: str):
         self.samples: list[Sample] = []
-        self._set, self._mode, self._rule = chosen, mode, rule
+        self._set, self._mode, self._reading = chosen, mode, reading
         self._pending: list[PendingRewards] = []
         self._unscored: list[Sample] = []
 
@@ -226,7 +231,7 @@ class _Answers:
                     question=question.text,
                     gold=question.answer,
                     response=text,
-                    answer=answer_label(text, self._rule),
+                    answer=answer_label(text, self._reading),
                     reward=0.0,
                     length=int(completions.lengths[i]),
                     finished=bool(completions.finished[i]),
@@ -286,13 +291,14 @@ def _entry(key: str, estimate: Estimate) -> Values:
     return {key: estimate.mean, f"{key}_se": estimate.se, f"{key}_n": estimate.n}
 
 
-def answer_label(text: str, rule: str) -> str | None:
+def answer_label(text: str, reading: str) -> str | None:
     """What a response votes for in maj@k: its answer, the same however it is written.
 
     Args:
         text: the response.
-        rule: ``last_number`` is its last number (3, 3.0 and 03 are one); any other is
-            the whole text, without regard to case and white space.
+        reading: what of it is the answer, see :func:`logra_jax.rl.answers.read`. A
+            number is the same with other zeros (3, 3.0 and 03 are one) but where the
+            whole text is the answer; else case and white space do not count.
 
     Returns:
         The answer, or None where there is none.
@@ -301,11 +307,12 @@ def answer_label(text: str, rule: str) -> str | None:
         >>> answer_label("It is 1,050.50", "last_number")
         '1050.5'
     """
-    if rule != "last_number":
-        return " ".join(text.casefold().split()) or None
-    number = last_number(text)
-    if number is None:
+    answer = read(text, reading)
+    if answer is None:
         return None
+    number = answer.replace(",", "")
+    if reading == "whole_text" or not _PLAIN_NUMBER.fullmatch(number):
+        return " ".join(answer.casefold().split()) or None
     whole, _, part = number.removeprefix("-").partition(".")
     whole, part = whole.lstrip("0") or "0", part.rstrip("0")
     digits = f"{whole}.{part}" if part else whole

@@ -17,7 +17,6 @@ from logra_jax.training.alarms import Alarm
 from logra_jax.training.assemble import (
     build_controller,
     build_optimizer,
-    build_rewards,
     build_training_monitor,
     build_training_step,
     enable_compile_cache,
@@ -63,6 +62,7 @@ from logra_jax.training.recorder import Recorder, Row
 from logra_jax.training.remote import Remote
 from logra_jax.training.rollout_metrics import responses_per_second
 from logra_jax.training.schema import Config
+from logra_jax.training.scoring import build_rewards
 from logra_jax.training.state import TrainState
 from logra_jax.training.updates import Updates
 

@@ -36,7 +36,7 @@ def rollout_metrics(completions: Completions, rewards: Rewards) -> dict[str, flo
     }
 
 
-def responses_per_second(rows: Iterable[Mapping[str, float]]) -> float:
+def responses_per_second(rows: Iterable[Mapping[str, float | int]]) -> float:
     """How fast responses were scored, by a journal's rows; NaN where none was."""
     scored = [row for row in rows if row.get("seconds/scoring", 0.0) > 0]
     seconds = sum(row["seconds/scoring"] for row in scored)

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from logra_jax.rl.reward_pool import PendingRewards, RewardPool
+from logra_jax.rl.reward_worker import Failure
 from logra_jax.rl.tasks import EvalSet, Question
 from logra_jax.rollout.local import LocalEngine
 from logra_jax.rollout.types import Completions, pack_prompts
@@ -90,15 +91,14 @@ class Scorer(RewardPool):
 
     def submit(self, questions, texts):
         future = Future()
-        future.set_result(
-            [
-                "raised"
-                if text == "none"
-                else float(answer_label(text, "last_number") == question.answer)
-                for question, text in zip(questions, texts, strict=True)
-            ]
-        )
-        return PendingRewards((future,))
+        verdicts = [
+            Failure("raised", "none")
+            if text == "none"
+            else float(answer_label(text, "last_number") == question.answer)
+            for question, text in zip(questions, texts, strict=True)
+        ]
+        future.set_result((verdicts, 0.0))
+        return PendingRewards((future,), 0.0)
 
 
 @pytest.fixture
@@ -236,6 +236,9 @@ def test_progress_is_told_to_the_end(policy: Scripted):
 def test_answers_are_one_however_they_are_written(text: str, label: str | None):
     assert answer_label(text, "last_number") == label
     assert answer_label(f" {text} ", "whole_text") == text.casefold()
+    if label is not None:
+        boxed = f"\\boxed{{{label}.00}}" if "." not in label else f"\\boxed{{{label}}}"
+        assert answer_label(boxed, "final_answer") == label
 
 
 # --- samples

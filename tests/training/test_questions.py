@@ -276,13 +276,14 @@ def test_a_run_asks_one_stream_over_its_epochs_whatever_it_resumes_at(load, writ
         *files(write(ROWS[:6])), "rl.responses_per_prompt=2", "task.held_out=0.2"
     )
     task = load_task(config)
-    asked = [q for step in range(9) for q in training_questions(config, task, step)]
+    count = config.train.batch // 2
+    asked = [q for i in range(9) for q in training_questions(config, task, i * count)]
     assert asked[::2] == asked[1::2]
     one, epoch = asked[::2], len(task.train)
     assert (
         Counter(one[:epoch]) == Counter(one[epoch : 2 * epoch]) == Counter(task.train)
     )
-    assert training_questions(config, task, 5) == asked[20:24]
+    assert training_questions(config, task, 5 * count) == asked[20:24]
 
 
 def test_the_hard_mix_has_all_its_families_on_both_sides_and_right_answers():

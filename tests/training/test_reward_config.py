@@ -7,10 +7,10 @@ from logra_jax.rl.rewards import (
     ReasoningGymReward,
 )
 from logra_jax.rl.tasks import Question
-from logra_jax.training.assemble import build_reward, build_rewards
 from logra_jax.training.checkpoint import check_resumable
 from logra_jax.training.config import load_config
 from logra_jax.training.schema_reward import RewardConfig
+from logra_jax.training.scoring import build_reward, build_rewards
 
 
 @pytest.fixture

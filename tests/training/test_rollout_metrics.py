@@ -3,7 +3,11 @@ import pytest
 
 from logra_jax.rl.reward_pool import Rewards
 from logra_jax.rollout.types import Completions, pack_prompts
-from logra_jax.training.rollout_metrics import repetition, rollout_metrics
+from logra_jax.training.rollout_metrics import (
+    repetition,
+    responses_per_second,
+    rollout_metrics,
+)
 
 
 def slowly(row) -> float:
@@ -45,7 +49,7 @@ def test_a_batch_in_numbers():
         lengths=np.array([6, 2], np.int32),
         finished=np.array([False, True]),
     )
-    rewards = Rewards(np.array([0.0, 1.0], np.float32), raised=1, timed_out=0)
+    rewards = Rewards(np.array([0.0, 1.0], np.float32), raised=1, seconds=0.5)
     found = rollout_metrics(completions, rewards)
     assert found == {
         "reward": 0.5,
@@ -53,5 +57,9 @@ def test_a_batch_in_numbers():
         "reward/timed_out": 0,
         "length/mean": 4.0,
         "length/truncated": 0.5,
+        "reward/scored": 2,
+        "seconds/scoring": 0.5,
         "rollout/repetition": pytest.approx(1 / 3),
     }
+    assert responses_per_second([{"step": 0}, found, found]) == 4.0
+    assert np.isnan(responses_per_second([{"step": 0}]))
