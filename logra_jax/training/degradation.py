@@ -122,7 +122,7 @@ class Watch:
 
     def __init__(self, config: Config):
         self._limits, self._responses = config.monitor, config.train.batch
-        self._metric = config.eval.best
+        self._metric = config.best_metric
         self._degradation = DegradationWatch(self._limits, self._metric)
         self._times = dict.fromkeys(self._limits.stop_on, 0)
         self.stop = None

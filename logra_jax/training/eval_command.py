@@ -77,7 +77,7 @@ def evaluate_command(
             policy, weights = load_policy(settings, task, source)
             step = 0
             if found.run_dir:
-                scores = read_scores(found.run_dir, settings.eval.best)
+                scores = read_scores(found.run_dir, settings.best_metric)
                 with Checkpoints(found.run_dir, scores=scores) as checkpoints:
                     step, weights = checkpoints.restore_weights(weights, best=best)
         with (

@@ -136,7 +136,7 @@ def check_evaluation(policy: Policy, sets: Sequence[EvalSet], config: Config) ->
         if len(families) > 1:
             names = ("macro", *(f"family/{family}" for family in families))
             known += [f"{chosen.name}/{name}" for name in names]
-    best = config.eval.best
+    best = config.best_metric
     if known and best not in known:
         raise ValueError(
             f"`eval.best` must be a metric of the evaluation, got {best!r}; there are "

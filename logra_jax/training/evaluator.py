@@ -58,7 +58,7 @@ class Evaluator:
     @cached_property
     def scores(self) -> dict[int, float]:
         """Values of ``eval.best``, by step, which say which checkpoint is the best."""
-        return from_leader(read_scores, self._run_dir, self._config.eval.best)
+        return from_leader(read_scores, self._run_dir, self._config.best_metric)
 
     def measure(self, policy: Policy, weights: nnx.State) -> Evaluation:
         """Evaluate the weights on all sets; see :func:`evaluate`."""
@@ -75,8 +75,9 @@ class Evaluator:
             found: the evaluation.
         """
         options, values = self._config.eval, found.values
-        if options.best in values and step > 0:
-            self.scores[step] = values[options.best]
+        best = self._config.best_metric
+        if best in values and step > 0:
+            self.scores[step] = values[best]
         if is_leader():
             path = samples_path(self._run_dir, step)
             write_samples(path, found.samples, options.keep_samples)

@@ -93,7 +93,7 @@ def export_command(
         with (
             display.phase("restoring the checkpoint"),
             Checkpoints(
-                run_dir, scores=read_scores(run_dir, config.eval.best)
+                run_dir, scores=read_scores(run_dir, config.best_metric)
             ) as saved,
         ):
             step, weights = saved.restore_weights(weights, best=best)

@@ -420,7 +420,7 @@ class _Run:
         return bool(stop_on) and bool(agree(self.recorder.stop is not None))
 
     def _reached(self, metrics: dict | None = None) -> bool:
-        target, best = self.config.train.target_accuracy, self.config.eval.best
+        target, best = self.config.train.target_accuracy, self.config.best_metric
         if metrics is None:
             rows = [r for r in read_metrics(self.run_dir) if best in r]
             metrics = rows[-1] if rows else {}

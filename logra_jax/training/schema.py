@@ -285,6 +285,13 @@ class Config:
         )
 
     @property
+    def best_metric(self) -> str:
+        """`eval.best`, or the first set's sampled accuracy where that is null."""
+        has_held_out = self.task.held_out > 0 or not self.eval.sets
+        first = HELD_OUT if has_held_out else next(iter(self.eval.sets))
+        return self.eval.best or f"{first}/sampled"
+
+    @property
     def correction(self) -> Literal["none", "token", "sequence"]:
         """`rl.correction`, or the engine's default where that is null."""
         default = "token" if self.rollout.engine == "sglang" else "none"

@@ -54,9 +54,10 @@ class EvalConfig:
     of the run directory; -1 keeps all."""
     show_samples: int = 2
     """Responses shown in the console before and after training."""
-    best: str = "heldout/sampled"
+    best: str | None = None
     """Metric that says which weights are best; `train.target_accuracy` and the alarm
-    `eval_drop` look at it too."""
+    `eval_drop` look at it too. null is `heldout/sampled`, or that of the first of
+    `sets` where nothing is held out."""
     keep_best: bool = True
     """Keep the checkpoint of the best evaluation too, beside the newest: an evaluation
     that is the best so far writes one. The model before training is none."""
@@ -84,7 +85,8 @@ class EvalConfig:
         at_least("eval.batch", self.batch, 1)
         at_least("eval.keep_samples", self.keep_samples, -1, "-1 keeps all")
         at_least("eval.show_samples", self.show_samples, 0, "0 shows none")
-        require("/" in self.best, "eval.best", self.best, "be `<set>/<metric>`")
+        best = self.best
+        require(best is None or "/" in best, "eval.best", best, "be `<set>/<metric>`")
         require(
             self.keep_best or self.export != "best",
             "eval.export",

@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,6 +13,8 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from logra_jax.rl.reward_pool import RewardPool
+from logra_jax.rl.rewards import ExactReward
 from logra_jax.rl.tasks import Question, Task
 from logra_jax.rollout.local import LocalEngine
 from logra_jax.rollout.servers import ServerError
@@ -235,6 +238,41 @@ def test_cancelling_gives_up_what_is_under_way():
     assert all(future.cancelled() for future in engine.futures)
     batches.start(1, BATCH)
     assert engine.log[3:] == [("start", 1)]
+
+
+def test_answers_are_scored_as_they_come_and_anew_for_a_batch_that_was_lost():
+    class Talking(Engine):
+        def start(self, prompts, sampling, key, on_answer):
+            future = super().start(prompts, sampling, key)
+            # The last first, and none of the last batch before it is lost.
+            for i in reversed(range(2 if self.is_slow else len(prompts))):
+                on_answer(i, [prompts[i][0]])
+            return future
+
+    config = make_config(1, 3)
+    engine, policy = Talking(config), Numbers(None)
+    tokenizer = SimpleNamespace(decode=lambda tokens: "x" * (tokens[0] + 1))
+    for name, value in {"engine": engine, "tokenizer": tokenizer}.items():
+        object.__setattr__(policy, name, value)
+    task = dataclasses.replace(
+        TASK,
+        train=tuple(
+            Question(q.text, "x" * (int(q.text) + 1) if int(q.text) % 3 else "no", {})
+            for q in TASK.train
+        ),
+    )
+    with RewardPool(ExactReward("whole_text")) as pool:
+        batches = Batches(config, task, policy, Comeback(engine), pool)
+        engine.is_slow = True
+        batches.start(0, 0)
+        engine.futures[0].set_exception(ServerError("http://a", "unreachable", "Gone."))
+        engine.is_slow = False
+        for index in range(2):
+            responses = batches.take(index, index * BATCH, WEIGHTS)
+            assert responses.scores is not None
+            right = [float(int(q.text) % 3 > 0) for q in responses.questions]
+            np.testing.assert_array_equal(responses.scores.result().values, right)
+            batches.start_ahead(index, (index + 1) * BATCH)
 
 
 def test_an_engine_of_this_process_samples_when_a_batch_is_taken():

@@ -45,6 +45,15 @@ def load(tmp_path: Path) -> Callable[..., Config]:
     return lambda *overrides: load_config(path, overrides)
 
 
+def test_the_best_weights_are_those_of_the_first_set_that_is_measured(load):
+    assert load().best_metric == "heldout/sampled"
+    sets = ["eval.sets.one.seed=1", "eval.sets.two.seed=2"]
+    assert load(*sets).best_metric == "heldout/sampled"
+    assert load(*sets, "task.held_out=0").best_metric == "one/sampled"
+    chosen = load(*sets, "task.held_out=0", "eval.best=two/greedy")
+    assert chosen.best_metric == "two/greedy"
+
+
 def test_a_minimal_file_gets_every_default(load):
     assert load() == Config(
         name="tiny", model=ModelConfig(path="some-model"), train=TrainConfig(steps=3)
