@@ -48,3 +48,17 @@ def test_the_snippet_in_the_readme_trains():
         for w in (before, scope["weights"])
     ]
     assert loss[1] < loss[0]
+
+
+def test_the_sections_of_a_config_in_the_readme_are_taken(tmp_path: Path):
+    from logra_jax.training.config import load_config
+
+    (sections,) = re.findall(r"```yaml\n(.*?)```", README.read_text(), re.DOTALL)
+    rest = """
+model: {path: a-model}
+train: {steps: 8, eval_every: 8, checkpoint_every: 8}
+rollout: {max_new_tokens: 512}
+"""
+    path = tmp_path / "readme.yaml"
+    path.write_text(sections + rest)
+    assert load_config(path).best_metric == "heldout/sampled"

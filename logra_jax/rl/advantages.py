@@ -5,9 +5,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-# Of a whole batch, and of the responses to one prompt.
-OF_BATCHES = ("running_mean", "batch_mean", "reinforce_pp")
-OF_GROUPS = ("grpo", "dr_grpo", "rloo")
 STD_FLOOR = 1e-2
 
 
