@@ -1,312 +1,256 @@
 r"""Whether an answer to a mathematical question is the one wanted.
 
-An answer is taken apart first: lists, tuples, sets, intervals, inequalities, matrices,
-equations and units. Numbers are compared exactly, words as words, and only what is left
-goes to a computer algebra system (see `math_symbols`).
-
-What a reference answer asks for, an answer must give:
+The judge is math-verify (see `math_verifier`). Here is what it gets wrong:
 
 - a number asks for a number: 4/8 is 1/2, but 2+3, 2^3 or \sqrt{25} are left to compute
   and are not accepted. An expression (2\pi, 2^{10}, x+1) accepts any equal one.
-- (1, 2) asks for that order; 1, 2 and \{1, 2\} for these members in any order.
-- brackets of an interval count: [1, 2) is not (1, 2).
-- x = 5 and 5 name the same; a unit may be missing, but not be another.
+- words and letters of a choice are compared as words, not as products of variables.
+- (1, 2) asks for that order; 1, 2 and \{1, 2\} for these members in any order, each as
+  often. Brackets count: [1, 2) is not (1, 2).
+- a unit may be missing, but not be another.
 """
 
 import re
-from collections.abc import Callable
-from typing import NamedTuple
+from fractions import Fraction
 
-from logra_jax.rl.math_numbers import number, same_number
-from logra_jax.rl.math_symbols import same_equation, same_expression
-from logra_jax.rl.math_text import (
-    clean,
-    enclosed,
-    leading_letter,
-    letter,
-    plain_words,
-    split_top,
-    squeeze,
-    words,
-)
-from logra_jax.rl.math_units import contradict, split_unit
+from logra_jax.rl.math_text import clean, enclosed, same_words, split_top, squeeze
+from logra_jax.rl.math_verifier import verified
 
 _LONGEST = 2000
-_DEEPEST = 20
-_NAME = re.compile(
-    r"(?:\\?[A-Za-z]+|\\text\s*\{[^{}]*\}|\\(?:vec|angle|triangle|overline)\s*\{?\s*\w+\}?)"
-    r"(?:_(?:\w|\{\w+\}))?'*(?:\s*\(\s*[a-z](?:\s*,\s*[a-z])*\s*\))?"
-    r"|\(\s*[a-z](?:\s*,\s*[a-z])*\s*\)"
-)
-_MEMBER = re.compile(r"(?:\\?[A-Za-z]+|\([a-z, ]+\))\s*\\in(?![A-Za-z])\s*(.+)")
-_BUILDER = re.compile(r"\\\{\s*[A-Za-z]\s*(?:\\mid(?![A-Za-z])|:|\|)(.+)\\\}")
-_ORDER = re.compile(r"<|>|\\le(?![A-Za-z])|\\ge(?![A-Za-z])")
-_UNION = re.compile(r"\\cup(?![A-Za-z])")
-_MATRIX = re.compile(
-    r"\\begin\s*\{([pbv]?matrix|array)\}(?:\s*\{[lcr|]*\})?(.*)\\end\s*\{\1\}"
-)
-_FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
+_NAME = re.compile(r"[A-Za-z\\(][^-+*/^<>]*")
 
 
 def same_answer(answer: str, gold: str) -> bool:
     """Whether a final answer is the reference, both as they were written."""
     if len(answer) > _LONGEST or len(gold) > _LONGEST:
         return False
-    given, wanted = clean(answer), clean(gold)
-    if not given or not wanted:
-        return False
-    return _same(given, wanted)
-
-
-class _Group(NamedTuple):
-    r"""Several values; a bare list has empty brackets, a union of sets "\cup"."""
-
-    opening: str
-    closing: str
-    items: list[str]
+    return _same(clean(answer), clean(gold))
 
 
 def _same(answer: str, gold: str, depth: int = 0) -> bool:
-    if not answer or not gold or depth > _DEEPEST:
+    if not answer or not gold or depth > 8:
         return False
     if squeeze(answer) == squeeze(gold):
         return True
-    for kind in (_same_words, _same_matrix, _same_relation, _same_named, _same_group):
-        verdict = kind(answer, gold, depth + 1)
-        if verdict is not None:
-            return verdict
-    return _same_value(answer, gold)
-
-
-def _same_words(answer: str, gold: str, depth: int) -> bool | None:
-    """Names, yes and no, letters of a multiple choice."""
-    del depth
-    choice = letter(gold)
-    if choice is not None and (gold.isupper() or len(gold) > 1):
-        return leading_letter(answer) == choice
-    wanted = words(gold)
-    if wanted is None:
-        return None
-    if wanted == plain_words(answer):
-        return True
-    # A list of words, or a number in \text{}, may still agree in another way.
-    splits = len(split_top(gold, ",;")) > 1 or any(c.isdigit() for c in gold)
-    return None if splits else False
-
-
-def _same_matrix(answer: str, gold: str, depth: int) -> bool | None:
-    wanted = _MATRIX.fullmatch(gold)
-    if wanted is None:
-        return None
-    given = _MATRIX.fullmatch(_assigned(answer))
-    if given is None or ("v" in given.group(1)) != ("v" in wanted.group(1)):
+    # math-verify takes "x < \infty" for the empty set.
+    if gold == r"\emptyset":
         return False
-    rows, others = _cells(given.group(2)), _cells(wanted.group(2))
-    if [len(row) for row in rows] != [len(row) for row in others]:
-        return False
-    return all(
-        _same(cell, other, depth)
-        for row, other_row in zip(rows, others, strict=True)
-        for cell, other in zip(row, other_row, strict=True)
-    )
+    verdict = same_words(answer, gold)
+    if verdict is not None:
+        return verdict
+    wanted, given = _group(gold), _group(answer)
+    if wanted and given:
+        return _same_group(given, wanted, depth + 1)
+    return _same_named(answer, gold, depth + 1)
 
 
-def _cells(body: str) -> list[list[str]]:
-    rows = [row for row in body.split(r"\\") if row.strip()]
-    return [[cell.strip() for cell in row.split("&")] for row in rows]
-
-
-def _same_relation(answer: str, gold: str, depth: int) -> bool | None:
-    r"""Inequalities, x \in S and unions, all of them sets of numbers."""
-    wanted, given = _as_union(gold), _as_union(answer)
-    if wanted is None and given is None:
-        return None
-    names = (_variable(answer), _variable(gold))
-    if None not in names and names[0] != names[1]:
-        return False
-    return _same_members(_intervals(answer, given), _intervals(gold, wanted), depth)
-
-
-def _intervals(text: str, union: list[str] | None) -> list[str]:
-    return [text] if union is None else union
-
-
-def _as_union(text: str) -> list[str] | None:
-    """The intervals of a relation, a membership or a union; None for other things."""
-    member = _MEMBER.fullmatch(text)
-    if member:
-        return _as_union(member.group(1)) or [member.group(1)]
-    builder = _BUILDER.fullmatch(text)
-    if builder:
-        return _as_union(builder.group(1).strip())
-    if _UNION.search(text):
-        return [part.strip() for part in _UNION.split(text)]
-    parts = split_top(text, ",;")
-    intervals = [_interval(part) for part in parts]
-    if all(interval is not None for interval in intervals):
-        return [interval for interval in intervals if interval is not None]
-    if squeeze(text) in (r"\mathbb{R}", r"\R"):
-        return [r"(-\infty,\infty)"]
-    return None
-
-
-def _interval(text: str) -> str | None:
-    r"""`1 < x \le 2` as `(1,2]`."""
-    signs = _ORDER.findall(text)
-    parts = [part.strip() for part in _ORDER.split(text)]
-    if len(signs) == 1:
-        left, right = parts
-        if _NAME.fullmatch(left) and not _NAME.fullmatch(right):
-            left, right, signs = right, left, [_FLIPPED[signs[0]]]
-        if not _NAME.fullmatch(right):
-            return None
-        low = signs[0] in ("<", r"\le")
-        ends = (left, r"\infty") if low else (r"-\infty", left)
-        closed = signs[0] in (r"\le", r"\ge")
-        brackets = ("[" if closed and low else "(", "]" if closed and not low else ")")
-        return f"{brackets[0]}{ends[0]},{ends[1]}{brackets[1]}"
-    if len(signs) != 2 or not _NAME.fullmatch(parts[1]):
-        return None
-    if all(sign in (">", r"\ge") for sign in signs):
-        parts, signs = parts[::-1], [_FLIPPED[sign] for sign in signs[::-1]]
-    if not all(sign in ("<", r"\le") for sign in signs):
-        return None
-    opening = "[" if signs[0] == r"\le" else "("
-    closing = "]" if signs[1] == r"\le" else ")"
-    return f"{opening}{parts[0]},{parts[2]}{closing}"
-
-
-def _variable(text: str) -> str | None:
-    """The variable of the first inequality."""
-    if not _ORDER.search(text):
-        return None
-    parts = _ORDER.split(split_top(text, ",;")[0])
-    names = [part.strip() for part in parts if _NAME.fullmatch(part.strip())]
-    return names[0] if names else None
-
-
-def _same_named(answer: str, gold: str, depth: int) -> bool | None:
+def _same_named(answer: str, gold: str, depth: int) -> bool:
     """Equations: x = 5 names 5, 2x + y = 1 is what it says."""
     wanted, given = _sides(gold), _sides(answer)
-    if len(wanted) == len(given) == 1:
-        return None
-    if len(wanted) == 1:
-        return _same(_assigned(answer), gold, depth)
-    if len(given) == 1:
+    if len(given) > 1 and (len(wanted) == 1 or squeeze(given[0]) == squeeze(wanted[0])):
+        turned = _NAME.fullmatch(given[-1]) and not _NAME.fullmatch(given[0])
+        return _same(given[0] if turned else given[-1], wanted[-1], depth)
+    if len(wanted) > len(given):
         named = _NAME.fullmatch(wanted[0]) is not None
         return named and _same(answer, wanted[-1], depth)
-    if squeeze(given[0]) == squeeze(wanted[0]):
-        return _same(given[-1], wanted[-1], depth)
-    return same_equation((given[0], given[-1]), (wanted[0], wanted[-1]))
+    return _same_value(answer, gold)
 
 
 def _sides(text: str) -> list[str]:
     """The sides of a single equation; the text alone where it is none, or a list."""
-    if len(split_top(text, ",;")) > 1:
-        return [text]
     sides = split_top(text, "=")
-    return sides if all(sides) else [text]
+    return sides if all(sides) and len(split_top(text, ",;")) == 1 else [text]
 
 
-def _assigned(text: str) -> str:
-    """What an equation comes to: its last side, or the first if that is the number."""
-    sides = _sides(text)
-    value = sides[-1]
-    turned = len(sides) > 1 and _NAME.fullmatch(value) and not _NAME.fullmatch(sides[0])
-    return sides[0] if turned else value
-
-
-def _same_group(answer: str, gold: str, depth: int) -> bool | None:
-    wanted, given = _group(gold), _group(answer)
-    if wanted is None:
-        alone = given is not None and len(given.items) == 1
-        return None if given is None else alone and _same(given.items[0], gold, depth)
-    if given is None:
-        alone = len(wanted.items) == 1 and wanted.opening != "("
-        return alone and _same(answer, wanted.items[0], depth)
-    if len(wanted.items) != len(given.items):
-        return False
-    names, asked = _names(given.items), _names(wanted.items)
-    ordered = wanted.opening in ("(", "[") or (asked and not names)
-    if ordered or given.opening in ("(", "["):
-        if not _brackets_fit(given, wanted):
-            return False
-        items = given.items
-        if names and wanted.opening == "(":
-            items = [item for _, item in sorted(zip(names, items, strict=True))]
-        return all(map(_at(depth), items, wanted.items))
-    return _same_members(given.items, wanted.items, depth)
-
-
-def _at(depth: int) -> Callable[[str, str], bool]:
-    return lambda answer, gold: _same(answer, gold, depth)
-
-
-def _brackets_fit(given: _Group, wanted: _Group) -> bool:
-    """Whether an ordered group may stand for another."""
-    if (given.opening, given.closing) == (wanted.opening, wanted.closing):
-        return True
-    if wanted.opening == "":
-        return (given.opening, given.closing) == ("(", ")")
-    return (wanted.opening, wanted.closing) == ("(", ")") and given.opening == ""
-
-
-def _same_members(given: list[str], wanted: list[str], depth: int) -> bool:
-    """Whether two lists have the same members, as often as each."""
-    if len(given) != len(wanted):
-        return False
-    left = list(wanted)
-    for item in given:
-        match = next((w for w in left if _same(item, w, depth)), None)
-        if match is None:
-            return False
-        left.remove(match)
-    return True
-
-
-def _names(items: list[str]) -> list[str]:
-    """The names that items give to their values, if all do and all differ."""
-    sides = [_sides(item) for item in items]
-    named = [s[0] for s in sides if len(s) > 1 and _NAME.fullmatch(s[0])]
-    return named if len(set(named)) == len(items) > 1 else []
+_Group = tuple[str, list[str], str]
 
 
 def _group(text: str) -> _Group | None:
-    r"""Takes a list, tuple, set or `a \pm b` apart."""
-    if number(split_unit(text)[0]) is not None and not text.startswith("("):
+    r"""The opening bracket, members and closing bracket of a list, tuple or set.
+
+    A bare list has empty brackets; `a \pm b` is a list of two.
+    """
+    if number(split_unit(text)[0]) is not None:
         return None
-    parts = split_top(text, ",;")
-    if len(parts) > 1:
-        return _Group("", "", _drop_shared_name(parts))
+    items = split_top(text, ",;")
+    if len(items) > 1:
+        return "", items, ""
     if text.count(r"\pm") == 1:
-        head, _, tail = text.partition(r"\pm")
-        plus = f"{head}+{tail}" if head.strip() else tail.strip()
-        return _Group("", "", [plus, f"{head}-{tail}"])
+        return "", [text.replace(r"\pm", sign) for sign in "+-"], ""
     opening = enclosed(text)
-    if opening is None or opening == "{":
+    if opening in (None, "{"):
         return None
-    closing = r"\}" if opening == r"\{" else text[-1]
-    inside = text[len(opening) : -len(closing)].strip()
-    items = split_top(inside, ",;")
-    if opening == r"\{":
-        return _Group(opening, closing, [item for item in items if item])
-    return _Group(opening, closing, items) if len(items) > 1 else None
+    closing = text[-len(opening) :]
+    items = split_top(text[len(opening) : -len(closing)], ",;")
+    return (opening, items, closing) if len(items) > 1 else None
 
 
-def _drop_shared_name(parts: list[str]) -> list[str]:
-    """`x = 1, 2` and `x = 1, x = 2` as 1, 2."""
-    sides = [_sides(part) for part in parts]
-    named = {s[0] for s in sides if len(s) > 1 and _NAME.fullmatch(s[0])}
-    if len(named) == 1 and len(sides[0]) > 1:
-        return [s[-1] for s in sides]
-    return parts
+def _same_group(given: _Group, wanted: _Group, depth: int) -> bool:
+    items, others = _by_name(given[1]), _by_name(wanted[1])
+    brackets = {given[0] + given[2], wanted[0] + wanted[2]}
+    if len(given[1]) != len(wanted[1]):
+        return False
+    if brackets <= {"", r"\{\}"} and not (others and not items):
+        left = list(wanted[1])
+        for item in given[1]:
+            match = next((other for other in left if _same(item, other, depth)), None)
+            if match is None:
+                return False
+            left.remove(match)
+        return True
+    pairs = zip(items or given[1], others or wanted[1], strict=True)
+    fit = len(brackets) == 1 or brackets == {"", "()"}
+    return fit and all(_same(item, other, depth) for item, other in pairs)
+
+
+def _by_name(items: list[str]) -> list[str] | None:
+    """The values that items give to different names, in the order of the names."""
+    sides = [_sides(item) for item in items]
+    values = {s[0]: s[-1] for s in sides if len(s) > 1 and _NAME.fullmatch(s[0])}
+    return [values[n] for n in sorted(values)] if len(values) == len(items) else None
 
 
 def _same_value(answer: str, gold: str) -> bool:
-    wanted, given = split_unit(gold), split_unit(answer)
-    if contradict(given[1:], wanted[1:]):
+    (given, unit), (wanted, other) = split_unit(answer), split_unit(gold)
+    if unit and other and unit != other:
         return False
-    asked, got = number(wanted[0]), number(given[0])
-    if asked is not None:
-        return got is not None and same_number(got, asked)
-    return same_expression(given[0], wanted[0])
+    value, asked = number(given), number(wanted)
+    if asked is None:
+        return verified(given, wanted)
+    return value is not None and _same_number(given, value, wanted, asked)
+
+
+_FRACTION = re.compile(r"\\frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0-9]))")
+_POWER = re.compile(r"(?:\s*\\(?:times|cdot)\s*|^)10\s*\^\s*\{?\s*(-?[0-9]+)\s*\}?$")
+_THOUSANDS = re.compile(
+    r"(?<![0-9.])[0-9]{1,3}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+(?!/))(?![0-9])"
+)
+_QUOTIENT = re.compile(r"(?:([0-9]+) +)?(-?) ?([0-9]+) ?/ ?(-?) ?([0-9]+)")
+_DECIMAL = re.compile(
+    r"([0-9]*\.?[0-9]*)(?:\\overline ?\{([0-9]+)\})?(?:[eE]([-+]?[0-9]{1,3}))?"
+)
+
+
+def number(text: str) -> Fraction | None:
+    r"""Reads a literal number, or nothing where an operation is left to do.
+
+    Literals are integers (thousands grouped by commas or spaces), decimals, repeating
+    decimals (`0.\overline{3}`), fractions of integers, mixed numbers and scientific
+    notation; each with a sign, and a percent sign that does not count here.
+
+    Example:
+        >>> number("-1,250.50")
+        Fraction(-2501, 2)
+        >>> number("2+3") is None
+        True
+    """
+    text = text.removesuffix("%").strip()
+    if enclosed(text) == "(" and "," not in text:
+        return number(text[1:-1])
+    sign = -1 if text.startswith("-") else 1
+    text = text[text.startswith(("-", "+")) :].strip()
+    text = _FRACTION.sub(r" \1\2/\3\4", text).strip()
+    text = _POWER.sub(r"e\1", text)
+    text = f"1{text}" if text.startswith("e") else text
+    text = _THOUSANDS.sub(lambda found: re.sub("[, ]", "", found.group()), text)
+    quotient, decimal = _QUOTIENT.fullmatch(text), _DECIMAL.fullmatch(text)
+    if len(text) > 1000:
+        return None
+    if quotient and quotient.group(5).strip("0"):
+        whole, minus, above, other, below = quotient.groups()
+        turned = -1 if (minus == "-") != (other == "-") else 1
+        return sign * (int(whole or 0) + turned * Fraction(int(above), int(below)))
+    if decimal is None or not decimal.group(1).strip("."):
+        return None
+    digits, period, power = decimal.groups()
+    value = Fraction(f"0{digits}0" if "." in digits else digits)
+    if period:
+        places = len(digits.partition(".")[2])
+        value += Fraction(int(period), (10 ** len(period) - 1) * 10**places)
+    return sign * value * Fraction(10) ** int(power or 0)
+
+
+def _same_number(answer: str, given: Fraction, gold: str, wanted: Fraction) -> bool:
+    """Whether an answer is the number wanted, exactly.
+
+    A decimal may stand for a fraction that is none where it gives six places. "10%" is
+    0.1 and not 10; where "10%" is wanted, 10 names it too.
+    """
+    if answer.endswith("%") and not gold.endswith("%"):
+        return given / 100 == wanted
+    if gold.endswith("%") and not answer.endswith("%") and given * 100 == wanted:
+        return True
+    return given == wanted or any(
+        len(decimal.partition(".")[2]) >= 6
+        and "." not in other
+        and 10**99 % value.denominator != 0
+        and abs(given - wanted) < min(Fraction(1, 10**6), abs(value) / 10**4)
+        for decimal, other, value in ((answer, gold, wanted), (gold, answer, given))
+    )
+
+
+_UNITS = """
+    foot feet ft|inch inche in|mile mi|yard|centimeter cm|millimeter mm|kilometer km|
+    meter m|gram g|kilogram kg|pound lb|ounce oz|liter l|milliliter ml|gallon|
+    degree deg|second sec s|minute min|hour hr h|day|week|month|year yr|dollar usd|cent|
+    euro|radian rad|unit|newton n|joule j|watt w|volt v
+"""
+_KNOWN = {name: row.split()[0] for row in _UNITS.split("|") for name in row.split()}
+# They change the number in front of them.
+_MULTIPLES = """
+    hundred thousand million billion trillion dozen squared cubed factorial half thirds
+    quarters and or times plus minus over mod to
+"""
+_IN_TEXT = re.compile(
+    r"\\text\s*\{([A-Za-z /.^0-9]*)\}\s*(?:\^\s*\{?\s*([0-9])\s*\}?)?$"
+)
+_BARE = re.compile(
+    r"(?<![A-Za-z\\])([A-Za-z]+(?:[ /][A-Za-z]+){0,3})(?:\^\s*\{?\s*([0-9])\s*\}?)?$"
+)
+_DEGREES = re.compile(r"(?<=.)\^\s*\\circ\s*(?:[CF]|\\text\s*\{\s*[CF]\s*\})?$")
+_MODULUS = re.compile(r"(?<=.)(?:\\pmod\s*\{?|\(\s*\\?mod)\s*([0-9]+)\s*[})]?$")
+
+
+def split_unit(text: str) -> tuple[str, str | None]:
+    r"""Takes the unit off a clean answer; a modulus counts as one.
+
+    Bare words count as one behind a plain number ("5 apples"), known ones behind any
+    value ("2\pi cm"), and a letter only apart from the number ("5 m", not "5m"). The
+    unit is None unless it is known: of "apples" and "fruits" nobody can tell.
+    """
+    money = re.match(r"(-?)\s*\\?\$\s*(?=[-0-9.\\])", text)
+    if money:
+        return f"{money.group(1)}{text[money.end() :]}", "dollar"
+    for pattern in (_DEGREES, _MODULUS):
+        found = pattern.search(text)
+        if found:
+            unit = "degree" if pattern is _DEGREES else f"mod {found.group(1)}"
+            return text[: found.start()].strip(), unit
+    found = _IN_TEXT.search(text) or _BARE.search(text)
+    if not found:
+        return text, None
+    head, name = text[: found.start()].rstrip(), found.group(1).lower().strip(" .")
+    unit = _unit(name, found.group(2) or "1")
+    value = re.search(r"(?:[0-9})%]|\\pi)$", head)
+    if not value or set(re.split("[ /]", name)) & set(_MULTIPLES.split()):
+        return text, None
+    if found.re is _BARE:
+        apart, known = text[len(head)] == " ", unit is not None and len(name) > 1
+        plain = re.fullmatch(r"-?\s*(?:\\frac)?[0-9{}.,/ ]+", head)
+        if not ((apart or known) if plain else (apart and known)):
+            return text, None
+    return head, unit
+
+
+def _unit(name: str, power: str) -> str | None:
+    """`square feet` as `foot^2`, `miles per hour` as `mile/hour`, if known."""
+    parts = []
+    for part in name.replace("mph", "mile/hour").replace(" per ", "/").split("/"):
+        *before, word = part.replace("tre", "ter").split() or [""]
+        word, _, inline = word.partition("^")
+        raised = {"square": "2", "sq": "2", "cubic": "3"}.get(" ".join(before))
+        unit = _KNOWN.get(word) or _KNOWN.get(word.removesuffix("s"))
+        if unit is None or (before and raised is None):
+            return None
+        parts.append(f"{unit}^{raised or inline or power}".removesuffix("^1"))
+    return "/".join(parts)

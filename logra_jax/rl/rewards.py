@@ -13,7 +13,7 @@ from typing import Any
 
 from logra_jax.rl.answers import READINGS, final_answer, last_boxed, read
 from logra_jax.rl.math_answers import same_answer
-from logra_jax.rl.math_symbols import forget
+from logra_jax.rl.math_verifier import forget
 from logra_jax.rl.reward_worker import Reward
 from logra_jax.rl.tasks import Question, check_data_set
 
