@@ -127,12 +127,14 @@ def check_evaluation(policy: Policy, sets: Sequence[EvalSet], config: Config) ->
     """
     known = []
     for chosen in sets:
-        for mode, sampling, _ in _plan(chosen, config):
+        plan = _plan(chosen, config)
+        for mode, sampling, _ in plan:
             _fitted(policy, chosen, sampling, config)
             known.append(f"{chosen.name}/{mode}")
         for k in set(config.eval.pass_at) - {1}:
             known += [f"{chosen.name}/pass@{k}", f"{chosen.name}/maj@{k}"]
-        families = sorted({question.family for question in chosen.questions})
+        sampled = plan[-1][-1]  # few samples may leave a family out
+        families = sorted({question.family for question in sampled})
         if len(families) > 1:
             names = ("macro", *(f"family/{family}" for family in families))
             known += [f"{chosen.name}/{name}" for name in names]

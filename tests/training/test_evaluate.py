@@ -204,6 +204,9 @@ def test_what_a_run_could_not_evaluate_is_refused_before_it(policy: Scripted):
     check_evaluation(policy, [HELDOUT, OTHER], settings(best="other/maj@2"))
     check_evaluation(policy, [HELDOUT], settings(best="heldout/family/b"))
     check_evaluation(policy, [], settings(best="heldout/sampled"))
+    few = {"samples_per_question": None, "samples": 2, "pass_at": []}
+    with pytest.raises(ValueError, match=r"are heldout/greedy, heldout/sampled\.$"):
+        check_evaluation(policy, [HELDOUT], settings(best="heldout/family/b", **few))
     with pytest.raises(ValueError, match=r"`eval\.best` must be .*; there are heldout"):
         check_evaluation(policy, [HELDOUT], settings(best="other/sampled"))
     with pytest.raises(ValueError, match=r"`eval\.max_new_tokens` .* 'other' \(7 tok"):
