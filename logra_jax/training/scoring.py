@@ -44,6 +44,14 @@ def rewards_of(config: Config) -> dict[str, Reward]:
     rewards = {"": build_reward(reward, config.task.source)}
     for name, one in config.eval.sets.items():
         if one.reward is not None:
+            field = f"eval.sets.{name}.reward"
+            require(
+                one.reward != "python" or reward.kind == "python",
+                field,
+                one.reward,
+                f"be another when `reward.kind` is {reward.kind}",
+                "`reward.function` is the task's own reward",
+            )
             own = replace(
                 reward,
                 kind=one.reward,
@@ -51,7 +59,7 @@ def rewards_of(config: Config) -> dict[str, Reward]:
                 partial=False,
                 function=reward.function if one.reward == "python" else None,
             )
-            rewards[name] = build_reward(own, one.source)
+            rewards[name] = build_reward(own, one.source, field)
     return rewards
 
 
@@ -60,12 +68,15 @@ def reading_of(config: Config, scorer: str) -> str:
     return getattr(rewards_of(config)[scorer], "answer", "final_answer")
 
 
-def build_reward(reward: RewardConfig, source: str) -> Reward:
+def build_reward(
+    reward: RewardConfig, source: str, field: str = "reward.kind"
+) -> Reward:
     """What scores the answers to questions of one source.
 
     Args:
         reward: the kind, and what of a response it scores.
         source: where the questions come from, such as "reasoning_gym".
+        field: of the config, that names the kind, for complaints.
 
     Raises:
         ValueError: `reward.function` names no function, or the kind of reward does not
@@ -84,7 +95,7 @@ def build_reward(reward: RewardConfig, source: str) -> Reward:
         return PythonReward(reward.function or "", **how)
     require(
         own,
-        "reward.kind",
+        field,
         reward.kind,
         "be another where the questions are not reasoning-gym's",
         "math or exact compare with the reference answer",

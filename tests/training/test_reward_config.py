@@ -10,7 +10,7 @@ from logra_jax.rl.tasks import Question
 from logra_jax.training.checkpoint import check_resumable
 from logra_jax.training.config import load_config
 from logra_jax.training.schema_reward import RewardConfig
-from logra_jax.training.scoring import build_reward, build_rewards
+from logra_jax.training.scoring import build_reward, build_rewards, rewards_of
 
 
 @pytest.fixture
@@ -68,6 +68,14 @@ def test_pool_of_a_config_has_its_memory_and_scores(load):
 def test_reward_that_does_not_fit_the_task_is_refused(source, reward, message):
     with pytest.raises(ValueError, match=message):
         build_reward(RewardConfig(**reward), source)
+
+
+@pytest.mark.parametrize("kind", ["reasoning_gym", "python"])
+def test_reward_that_does_not_fit_an_evaluation_set_is_refused_by_its_name(load, kind):
+    of_set = ["source=aime", "name=all", f"reward={kind}"]
+    config = load(*(f"eval.sets.hard.{override}" for override in of_set))
+    with pytest.raises(ValueError, match=rf"`eval\.sets\.hard\.reward` .* '{kind}'"):
+        rewards_of(config)
 
 
 @pytest.mark.parametrize(
