@@ -75,10 +75,13 @@ class Collector:
         missing = 1
         while missing > 0 and len(rounds) < most:
             rounds.append(self._sample(index, weights, len(rounds)))
-            mixed = sum(int(self._mixed(shaped).sum()) for *_, shaped in rounds)
+            mixed = sum(
+                int(self._mixed(responses.completions, shaped).sum())
+                for responses, _, shaped in rounds
+            )
             missing = self._batches.prompts - mixed
         completions, shaped, values = self._choose(rounds)
-        counts = completions.finished if shaping.truncated == "mask" else None
+        counts = self._counts(completions)
         values |= staleness(completions, index)
         return Collected(completions, shaped, counts, values)
 
@@ -111,8 +114,17 @@ class Collector:
             return responses.scores.result()
         return self._rewards.score(responses.questions, responses.texts)
 
-    def _mixed(self, rewards: np.ndarray) -> Bool[np.ndarray, " groups"]:
-        return is_mixed(rewards, self._config.rl.responses_per_prompt)
+    def _counts(self, completions: Completions) -> Bool[np.ndarray, " batch"] | None:
+        masks = self._config.shaping.truncated == "mask"
+        return completions.finished if masks else None
+
+    def _mixed(
+        self, completions: Completions, rewards: np.ndarray
+    ) -> Bool[np.ndarray, " groups"]:
+        group, counts = self._config.rl.responses_per_prompt, self._counts(completions)
+        mixed = is_mixed(rewards, group)
+        # Where no response has a say in the loss, a group teaches nothing either.
+        return mixed if counts is None else mixed & counts.reshape(-1, group).any(1)
 
     def _choose(
         self, rounds: list[_Round]
@@ -127,7 +139,7 @@ class Collector:
         if not self._config.shaping.filter_groups:
             return completions, shaped, values
         group = self._config.rl.responses_per_prompt
-        mixed = self._mixed(shaped)
+        mixed = self._mixed(completions, shaped)
         # First those that teach, in the order of the stream; then what fills up.
         order = np.argsort(~mixed, kind="stable")[: self._batches.prompts]
         rows = (np.sort(order)[:, None] * group + np.arange(group)).reshape(-1)

@@ -1,6 +1,8 @@
 """Several updates of one batch, references, filtered groups: runs of a tiny model."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -14,12 +16,17 @@ from hypothesis import strategies as st
 import logra_jax as logra
 from logra_jax.models.decoder import Decoder
 from logra_jax.models.layers import DecoderConfig
+from logra_jax.rl.reward_pool import PendingRewards, RewardPool
+from logra_jax.rollout.types import Completions, pack_prompts
+from logra_jax.training.batches import Batches, Responses
+from logra_jax.training.collect import Collector
 from logra_jax.training.config import load_config
 from logra_jax.training.journal import deterministic, read_metrics
 from logra_jax.training.methods import Method, logra_method
 from logra_jax.training.objective import LossOptions, response_hidden
 from logra_jax.training.parts import StepOptions
 from logra_jax.training.prepare import build_prepare, minibatch_rows, trained_weights
+from logra_jax.training.recorder import Recorder
 from logra_jax.training.state import Batch, initial_state
 
 Run = Callable[..., Path]
@@ -198,6 +205,61 @@ def test_groups_that_teach_nothing_are_replaced_and_the_place_in_the_data_is_kep
     part = tiny_run("part", "train.steps=1", *options)
     tiny_run("unused", f"resume={part}", "train.steps=3", *options)
     assert weights(part) == weights(whole)
+
+
+class Scripted(Batches):
+    """Two groups of two: first one that is cut, then whole ones; scored already."""
+
+    prompts = 2
+    finished = ((False, False, True, True), (True, False, True, True))
+    scores = ((0.0, 1.0, 0.0, 1.0), (0.0, 1.0, 1.0, 1.0))
+
+    def __init__(self):
+        pass
+
+    def start_ahead(self, *_):
+        pass
+
+    def take(self, index, position, weights, attempt=0):
+        prompts = pack_prompts([[2 * attempt + i // 2] for i in range(4)])
+        tokens, lengths = np.zeros((4, 3), np.int32), np.full(4, 3, np.int32)
+        ends = np.array(self.finished[attempt])
+        logprobs = np.zeros((4, 3), np.float32)
+        done = Future()
+        done.set_result(([*self.scores[attempt]], 0.0))
+        return Responses(
+            [],
+            Completions(prompts, tokens, logprobs, lengths, ends),
+            [],
+            PendingRewards((done,), 0.0),
+        )
+
+
+class Untimed(Recorder):
+    """Keeps no record."""
+
+    is_ahead = False
+
+    def __init__(self):
+        pass
+
+    def timed(self, *_):
+        return nullcontext()
+
+
+def test_groups_whose_responses_are_all_masked_are_replaced_too(tiny_config: Path):
+    """They may differ in reward, and teach nothing: none of them is in the loss."""
+    options = ["train.batch=4", "train.microbatch=4", "rl.responses_per_prompt=2"]
+    options += ["shaping.filter_groups=true", "shaping.truncated=mask"]
+    config = load_config(tiny_config, options)
+    pool = object.__new__(RewardPool)  # all is scored already
+    collector = Collector(config, Scripted(), pool, Untimed(), 0)
+    found = collector.collect(0, nnx.State({}))
+    assert found.completions.prompts.tokens.ravel().tolist() == [1, 1, 2, 2]
+    assert found.counts is not None
+    assert found.counts.tolist() == [True, True, True, False]
+    assert found.values["filter/rounds"] == 2
+    assert found.values["filter/mixed"] == 0.5
 
 
 def test_masked_responses_have_no_say_and_lengths_still_count_them(tiny_run: Run):
