@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 STD_FLOOR = 1e-2
+_ROUNDING = 8 * float(jnp.finfo(jnp.float32).eps)  # of a mean, relative
 
 
 class RunningMean(NamedTuple):
@@ -44,7 +45,10 @@ def running_mean(
     seen = state.weight > 0
     baseline = jnp.where(seen, state.total / jnp.where(seen, state.weight, 1.0), mean)
     after = RunningMean(decay * state.total + mean, decay * state.weight + 1.0)
-    return rewards - baseline, after
+    found = rewards - baseline
+    # Rewards that never differ, such as 0.1, leave the rounding of their mean.
+    is_rounding = jnp.abs(found) <= _ROUNDING * jnp.abs(baseline)
+    return jnp.where(is_rounding, 0.0, found), after
 
 
 def batch_mean(rewards: Float[Array, " batch"]) -> Float32[Array, " batch"]:
@@ -52,8 +56,7 @@ def batch_mean(rewards: Float[Array, " batch"]) -> Float32[Array, " batch"]:
 
     Reference: REINFORCE with a baseline, Williams, Machine Learning 8, 1992.
     """
-    rewards = rewards.astype(jnp.float32)
-    return rewards - jnp.mean(rewards)
+    return _centred(rewards.astype(jnp.float32))
 
 
 def grpo(
@@ -153,4 +156,7 @@ def _groups(rewards: Array, group: int) -> Float32[Array, "prompts group"]:
 
 
 def _centred(groups: Array) -> Array:
+    # From one of them first: equal rewards, such as 0.1, then give zeros and not the
+    # rounding of their mean, of which a step of the whole KL budget would be made.
+    groups = groups - groups[..., :1]
     return groups - jnp.mean(groups, -1, keepdims=True)
