@@ -17,7 +17,8 @@ def require(ok: bool, name: str, value: object, rule: str, remedy: str = "") -> 
     """Raise the one sentence that says which rule `name` broke, and what to do."""
     if not ok:
         hint = f"; {remedy}" if remedy else ""
-        raise ValueError(f"`{name}` must {rule}, got {show(value)}{hint}.")
+        end = "" if hint.endswith("?") else "."
+        raise ValueError(f"`{name}` must {rule}, got {show(value)}{hint}{end}")
 
 
 def require_if_set(
