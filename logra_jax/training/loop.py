@@ -267,7 +267,7 @@ class _Run:
                 )
         if reached and self.done < train.steps:
             self.display.note(
-                f"held-out accuracy reached {train.target_accuracy}: stopping"
+                f"{self.config.eval.best} reached {train.target_accuracy}: stopping"
             )
         if reached or self.done == train.steps:
             alarm = None  # it came too late to end anything
@@ -275,7 +275,9 @@ class _Run:
         return 0 if alarm is None else STOPPED_BY_ALARM
 
     def _acknowledge(self, name: str) -> None:
-        self.display.note(f"{name}: stopping after this update")
+        several = self.config.rl.updates_per_batch > 1
+        last = "the updates of this batch" if several else "this update"
+        self.display.note(f"{name}: stopping after {last}")
 
     def _record(self, saved: int | None, begun: dict | None) -> Recorder:
         """The record of a run from the checkpoint ``saved`` on.

@@ -218,12 +218,13 @@ def test_a_finished_run_can_be_resumed_for_more_steps(tiny_run: Run):
     assert weights(run_dir) == weights(whole)
 
 
-def test_a_run_stops_early_when_it_reaches_its_target(tiny_run: Run):
+def test_a_run_stops_early_when_it_reaches_its_target(tiny_run: Run, capsys):
     # partial credit gives any text a little more than nothing
     options = ["train.target_accuracy=0.001", "train.steps=50", "kl.budget=constant"]
     run_dir = tiny_run("run", *options)
     assert read_metrics(run_dir)[-1]["step"] < 50
     assert (run_dir / "model").is_dir()
+    assert "heldout/sampled reached 0.001: stopping" in capsys.readouterr().out
 
 
 def test_grpo_trains_on_groups(tiny_run: Run):

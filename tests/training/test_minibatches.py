@@ -21,7 +21,9 @@ from logra_jax.rollout.types import Completions, pack_prompts
 from logra_jax.training.batches import Batches, Responses
 from logra_jax.training.collect import Collector
 from logra_jax.training.config import load_config
+from logra_jax.training.display import Display
 from logra_jax.training.journal import deterministic, read_metrics
+from logra_jax.training.loop import _Run
 from logra_jax.training.methods import Method, logra_method
 from logra_jax.training.objective import LossOptions, response_hidden
 from logra_jax.training.parts import StepOptions
@@ -185,6 +187,18 @@ def test_a_batch_makes_several_updates_and_a_run_goes_on_where_it_was(
     assert journal(part)[1:4] == journal(whole)[1:4]
     assert journal(part)[5:] == journal(whole)[5:]
     assert weights(part) == weights(whole)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "what"), [(1, "this update"), (2, "the updates of this batch")]
+)
+def test_a_signal_is_told_what_the_run_ends_after(epochs, what, tiny_config: Path):
+    run, said = object.__new__(_Run), []
+    run.config = load_config(tiny_config, [f"rl.epochs={epochs}"])
+    run.display = Display(total_steps=1)
+    run.display.note = said.append
+    run._acknowledge("SIGINT")
+    assert said == [f"SIGINT: stopping after {what}"]
 
 
 def test_groups_that_teach_nothing_are_replaced_and_the_place_in_the_data_is_kept(
