@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import IO, Any
 
 _FILE = "metrics.jsonl"
-_CLOCKED = ("seconds/", "memory/")
+_CLOCKED = ("seconds/", "rate/", "memory/")
 
 
 class Journal:
@@ -113,7 +113,7 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
 
 
 def deterministic(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics that a seed determines: all but `seconds/` and `memory/`."""
+    """The metrics that a seed determines: all but `seconds/`, `rate/`, `memory/`."""
     return {k: v for k, v in values.items() if not k.startswith(_CLOCKED)}
 
 

@@ -267,7 +267,7 @@ class _Run:
                 )
         if reached and self.done < train.steps:
             self.display.note(
-                f"{self.config.eval.best} reached {train.target_accuracy}: stopping"
+                f"{self.config.best_metric} reached {train.target_accuracy}: stopping"
             )
         if reached or self.done == train.steps:
             alarm = None  # it came too late to end anything

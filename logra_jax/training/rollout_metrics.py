@@ -9,6 +9,7 @@ from logra_jax.rl.reward_pool import Rewards
 from logra_jax.rollout.types import Completions
 
 _GRAM = 4  # tokens
+_TICK = 1e-6  # seconds, of a clock
 # An odd multiplier: products modulo 2^64 tell sequences of tokens apart.
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
@@ -18,9 +19,8 @@ def rollout_metrics(completions: Completions, rewards: Rewards) -> dict[str, flo
 
     - ``reward``: mean; ``reward/raised``, ``reward/timed_out``: responses;
     - ``length/mean``: tokens; ``length/truncated``: share cut at the length limit;
-    - ``reward/scored``: responses; ``seconds/scoring``: from the first of them that was
-      handed over to the last verdict, which is more than was waited for where scoring
-      goes on beside sampling;
+    - ``reward/scored``: responses; ``rate/scored``: of them a second, from the first
+      that was handed over to the last verdict;
     - ``rollout/repetition``: mean of :func:`repetition`.
     """
     repeated = repetition(completions.tokens, completions.lengths)
@@ -31,15 +31,15 @@ def rollout_metrics(completions: Completions, rewards: Rewards) -> dict[str, flo
         "length/mean": float(np.mean(completions.lengths)),
         "length/truncated": float(np.mean(~completions.finished)),
         "reward/scored": len(rewards.values),
-        "seconds/scoring": rewards.seconds,
+        "rate/scored": len(rewards.values) / max(rewards.seconds, _TICK),
         "rollout/repetition": float(np.mean(repeated)),
     }
 
 
 def responses_per_second(rows: Iterable[Mapping[str, float | int]]) -> float:
     """How fast responses were scored, by a journal's rows; NaN where none was."""
-    scored = [row for row in rows if row.get("seconds/scoring", 0.0) > 0]
-    seconds = sum(row["seconds/scoring"] for row in scored)
+    scored = [row for row in rows if "rate/scored" in row]
+    seconds = sum(row["reward/scored"] / row["rate/scored"] for row in scored)
     return sum(row["reward/scored"] for row in scored) / seconds if scored else np.nan
 
 

@@ -165,6 +165,9 @@ class Config:
         )
         self._check_batch_on_mesh()
         self._check_shaping()
+        update, whole = batch // self.rl.minibatches, "`train.batch`"
+        if self.rl.minibatches > 1:
+            whole += " over `rl.minibatches`"
         require(
             not self.distributed.enabled or self.rollout.engine == "local",
             "rollout.engine",
@@ -173,11 +176,10 @@ class Config:
             "a run on SGLang servers is of one process",
         )
         require(
-            self.monitor.every == 0
-            or self.monitor.responses <= batch // self.rl.minibatches,
+            self.monitor.every == 0 or self.monitor.responses <= update,
             "monitor.responses",
             self.monitor.responses,
-            f"be at most a minibatch of `train.batch` ({batch // self.rl.minibatches})",
+            f"be at most {whole} ({update})",
         )
         require(
             self.rl.correction_mask is None or self.correction != "none",

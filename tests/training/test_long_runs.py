@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from logra_jax.training import loop
+from logra_jax.training import loop, minibatches
 from logra_jax.training.checkpoint import Checkpoints
 from logra_jax.training.compiles import CompileWatch
 from logra_jax.training.config import (
@@ -76,7 +76,7 @@ def watched(patch: pytest.MonkeyPatch) -> Iterator[Watched]:
     """Trains under a transfer guard and takes notes."""
     seen = Watched([], [], [], [], [])
     update, write, save = loop._Run._update, Journal.write, Checkpoints.save
-    batch_of, build = loop.to_batch, loop.build_training_step
+    batch_of, build = minibatches.to_batch, loop.build_training_step
     with CompileWatch() as compiles:
 
         def watched_update(run, state, batches):
@@ -110,7 +110,7 @@ def watched(patch: pytest.MonkeyPatch) -> Iterator[Watched]:
             save(checkpoints, state)
 
         patch.setattr(loop._Run, "_update", watched_update)
-        patch.setattr(loop, "to_batch", watched_batch)
+        patch.setattr(minibatches, "to_batch", watched_batch)
         patch.setattr(loop, "build_training_step", watched_build)
         patch.setattr(Journal, "write", watched_write)
         patch.setattr(Checkpoints, "save", watched_save)
@@ -179,14 +179,14 @@ def test_phases_do_not_overlap_and_do_not_exceed_the_total(run: Watched):
 def test_an_error_loses_no_row_of_an_update_that_was_made(
     long_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    calls, batch_of = itertools.count(), loop.to_batch
+    calls, batch_of = itertools.count(), minibatches.to_batch
 
     def fail(*args):
         if next(calls) == 2:
             raise RuntimeError("the disk is on fire")
         return batch_of(*args)
 
-    monkeypatch.setattr(loop, "to_batch", fail)
+    monkeypatch.setattr(minibatches, "to_batch", fail)
     with pytest.raises(RuntimeError, match="on fire"):
         train(load_config(long_config, [f"run_dir={tmp_path / 'run'}"]))
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2]

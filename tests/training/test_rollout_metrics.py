@@ -58,7 +58,7 @@ def test_a_batch_in_numbers():
         "length/mean": 4.0,
         "length/truncated": 0.5,
         "reward/scored": 2,
-        "seconds/scoring": 0.5,
+        "rate/scored": 4.0,
         "rollout/repetition": pytest.approx(1 / 3),
     }
     assert responses_per_second([{"step": 0}, found, found]) == 4.0
