@@ -25,12 +25,12 @@ from logra_jax.study.trial import (
     Trial,
     Workload,
     build_trial,
-    device_bytes,
     model_name,
     shapes_of,
     workload_of,
 )
 from logra_jax.training.display import Display
+from logra_jax.training.memory import device_bytes
 from logra_jax.training.schema import Config
 
 # In the order in which they need memory: a device's peak only ever rises.

@@ -21,7 +21,6 @@ from logra_jax.study.trial import (
     Trial,
     Workload,
     build_trial,
-    device_bytes,
     model_name,
     on_devices,
     shapes_of,
@@ -29,9 +28,9 @@ from logra_jax.study.trial import (
     workload_of,
 )
 from logra_jax.training.display import Display
+from logra_jax.training.memory import GIB, device_bytes
 from logra_jax.training.schema import Config
 
-GIB = 2**30
 # Memory of a device as its driver reports it, GiB.
 CARDS = {
     "T4-16GB": 15.0,
@@ -181,6 +180,28 @@ def make_plan(
         },
         "compiled_for": jax.devices("cpu")[0].device_kind,
         "versions": {n: metadata.version(n) for n in ("logra-jax", "jax", "jaxlib")},
+    }
+
+
+def plan_own(config: Config, *, tokens: int = 4096) -> dict[str, Any]:
+    """What the config's own kind of training holds on each device, for a JSON object.
+
+    Args:
+        config: of the run, its mesh included.
+        tokens: of a microbatch, on each device.
+
+    Raises:
+        ValueError: bad shapes, too few tokens, more devices than can be had.
+    """
+    virtual_devices(config.mesh.devices)
+    work = workload_of(config, tokens)
+    kind = config.optimizer.kind
+    planned = _plan_kind(config, kind, work, kv_cache_bytes(config, work))
+    return {
+        "kind": kind,
+        "workload": work.describe(),
+        "compiled_for": jax.devices("cpu")[0].device_kind,
+        **_as_json(planned),
     }
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jaxtyping import Array, Key, PyTree
+from jaxtyping import Array, Key
 
 from logra_jax.models.decoder import Decoder
 from logra_jax.models.hf_config import read_config
@@ -27,7 +27,13 @@ from logra_jax.training.assemble import (
     build_optimizer,
     loss_options_of,
 )
-from logra_jax.training.layout import Layout, batch_specs, build_layout
+from logra_jax.training.layout import (
+    Layout,
+    batch_specs,
+    build_layout,
+    gradient_shapes,
+)
+from logra_jax.training.memory import device_bytes
 from logra_jax.training.methods import Method, weights_of
 from logra_jax.training.packing import Fields, pack
 from logra_jax.training.parts import StepOptions
@@ -249,7 +255,8 @@ def build_trial(
     reference = 0
     if config.reference.policy == "base":
         reference = device_bytes(trained_weights(method, state.weights))
-    return Trial(step, state, batch, _gradient_bytes(method, layout), reference)
+    gradients = device_bytes(gradient_shapes(method.trained, layout))
+    return Trial(step, state, batch, gradients, reference)
 
 
 def _method_and_layout(
@@ -314,22 +321,6 @@ def _abstract(tree: Any, shardings: Any = None) -> Any:
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
     )
-
-
-def _gradient_bytes(method: Method, layout: Layout | None) -> int:
-    trained = _abstract(method.trained, layout and layout.shardings(layout.kept))
-    return device_bytes(trained)
-
-
-def device_bytes(tree: PyTree) -> int:
-    """Of the largest part of each array that one device holds."""
-
-    def size(x: Any) -> int:
-        sharding = getattr(x, "sharding", None)
-        shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
-        return math.prod(shape) * x.dtype.itemsize
-
-    return sum(map(size, jax.tree.leaves(tree)))
 
 
 def _random_batch(work: Workload, vocab_size: int) -> Batch:

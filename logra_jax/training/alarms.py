@@ -9,11 +9,11 @@ finished run can be searched with other thresholds. `AlarmLog` keeps what was ra
 
 import json
 import math
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from logra_jax.training.paths import write_aside
 from logra_jax.training.schema_watch import MonitorConfig
 
 ALARM_FILE = "alarms.jsonl"
@@ -218,10 +218,8 @@ class AlarmLog:
         self._path = Path(run_dir) / ALARM_FILE
         if resume_step is not None and self._path.exists():
             kept = [row for row in read_alarms(run_dir) if row["step"] <= resume_step]
-            aside = self._path.with_suffix(".jsonl.tmp")
             lines = "".join(json.dumps(row) + "\n" for row in kept)
-            aside.write_text(lines, encoding="utf-8")
-            os.replace(aside, self._path)
+            write_aside(self._path, lines)
         self._raised: set[str] = set()
 
     def write(self, step: int, alarms: Sequence[Alarm]) -> list[Alarm]:

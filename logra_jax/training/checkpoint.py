@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import math
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from orbax.checkpoint import checkpoint_managers
 
 from logra_jax.training.data_record import DATA_FILE
 from logra_jax.training.journal import has_metrics, read_metrics
+from logra_jax.training.paths import write_aside
 from logra_jax.training.schema import Config
 from logra_jax.training.state import TrainState
 
@@ -211,9 +211,7 @@ def _best(steps: Sequence[int], scores: Mapping[int, float]) -> int | None:
 def write_config(run_dir: Path, text: str) -> None:
     """Put the config as run into the run directory, whole or not at all."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    aside = run_dir / f".{CONFIG_FILE}.tmp"
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, run_dir / CONFIG_FILE)
+    write_aside(run_dir / CONFIG_FILE, text)
 
 
 def check_shared(run_dir: Path) -> None:

@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,7 +65,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     from omegaconf.errors import OmegaConfBaseException
 
     path = Path(path)
-    layers = [{"name": path.stem}, _read_yaml(path)]
+    layers = [{"name": path.stem}, read_yaml(path)]
     layers += [_name_one_model(_parse_override(text)) for text in overrides]
     for layer in layers:
         _check_tree(layer, Config, "")
@@ -85,8 +85,12 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    """The top-level mapping of a YAML file, interpolations left for the merge."""
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The top-level mapping of a YAML file, interpolations left as they are.
+
+    Raises:
+        ValueError: the file cannot be read, is no YAML, or holds no mapping.
+    """
     import yaml
     from omegaconf import DictConfig, OmegaConf
 
@@ -195,6 +199,14 @@ def _check_list(value: Any, kind: Any, name: str) -> None:
         allowed = str if item is str else int | float
         fits = isinstance(value, list) and all(isinstance(v, allowed) for v in value)
         require(fits, name, value, f"be {_describe(kind)}")
+
+
+def unknown_key(name: str, known: Collection[str], where: str) -> str:
+    """The sentence for a key that is none of the few that ``where`` has."""
+    near = difflib.get_close_matches(name, known, 1)
+    if near:
+        return f"`{name}` is not a key of {where}; did you mean `{near[0]}`?"
+    return f"`{name}` is not a key of {where}; its keys are {', '.join(known)}."
 
 
 def _unknown_key(name: str, prefix: str, siblings: Mapping[str, Any]) -> str:

@@ -7,12 +7,12 @@ questions (:func:`~logra_jax.rl.tasks.draw`) means the same only while they are.
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from logra_jax.rl.tasks import Question, Task
+from logra_jax.training.paths import write_aside
 from logra_jax.training.schema import Config
 
 DATA_FILE = "data.json"
@@ -64,9 +64,7 @@ def describe_data(task: Task) -> list[str]:
 
 def write_data_record(run_dir: Path, record: Mapping[str, Any]) -> None:
     """Put the record into the run directory, whole or not at all."""
-    aside = run_dir / f".{DATA_FILE}.tmp"
-    aside.write_text(json.dumps(record, indent=2) + "\n", "utf-8")
-    os.replace(aside, run_dir / DATA_FILE)
+    write_aside(run_dir / DATA_FILE, json.dumps(record, indent=2) + "\n")
 
 
 def check_data_record(run_dir: Path, record: Mapping[str, Any]) -> None:

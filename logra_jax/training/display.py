@@ -97,11 +97,18 @@ class Display:
         total_steps: updates in the run.
         console: where to write; None is standard output.
         silent: write nothing there; another process of the run does.
+        on_phase: told each phase as it begins, and the outer one again after an inner.
     """
 
     def __init__(
-        self, total_steps: int, *, console: Console | None = None, silent: bool = False
+        self,
+        total_steps: int,
+        *,
+        console: Console | None = None,
+        silent: bool = False,
+        on_phase: Callable[[str], None] | None = None,
     ):
+        self._on_phase = on_phase or (lambda name: None)
         self._console = console or Console(highlight=False, quiet=silent)
         self._total = total_steps
         self._first_column = max(4, 2 * len(str(total_steps)) + 1)
@@ -149,6 +156,7 @@ class Display:
         patience = _PATIENCE if name in self._met_phases else _FIRST_PATIENCE
         self._met_phases.add(name)
         self._phase = (name, began)
+        self._on_phase(name)
         timer = threading.Timer(patience, self._write, [f"{name} …", "dim"])
         timer.daemon = True
         if not self._live:
@@ -158,6 +166,8 @@ class Display:
         finally:
             timer.cancel()
             self._phase, self._part = outer, None
+        if outer[0] in self._met_phases:  # not after an error: it was this phase's
+            self._on_phase(outer[0])
         seconds = time.monotonic() - began
         if seconds >= 1.0 and not self._rows:
             self._write(f"{name}: {seconds:.1f} s", "dim")

@@ -10,11 +10,12 @@ machine decides: the keys under `seconds/` and `memory/` (see `deterministic`).
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
+
+from logra_jax.training.paths import write_aside
 
 _FILE = "metrics.jsonl"
 _CLOCKED = ("seconds/", "rate/", "memory/")
@@ -124,9 +125,7 @@ def _truncate(path: Path, last_step: int) -> None:
     kept = [
         line for line, row in zip(lines, rows, strict=False) if row["step"] <= last_step
     ]
-    aside = path.with_suffix(".jsonl.tmp")
-    aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    os.replace(aside, path)
+    write_aside(path, "".join(line + "\n" for line in kept))
 
 
 def _number(value: Any) -> float | int | None:

@@ -214,6 +214,17 @@ def first_state(
     return jax.jit(init, donate_argnums=0, out_shardings=where)(weights)
 
 
+def gradient_shapes(trained: nnx.State, layout: Layout | None) -> nnx.State:
+    """Shapes of the gradients of what is trained, with their places on the mesh."""
+    if layout is None:
+        return trained
+    return jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        trained,
+        layout.shardings(layout.kept),
+    )
+
+
 def put_whole(value: Any, layout: Layout | None) -> Array:
     """An array that every process holds on every device of the mesh."""
     if layout is None:

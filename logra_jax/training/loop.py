@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -53,7 +53,8 @@ from logra_jax.training.evaluator import Evaluator, is_evaluated
 from logra_jax.training.export import MODEL_DIRECTORY, export_model, take_best
 from logra_jax.training.interrupt import Interrupt
 from logra_jax.training.journal import has_metrics, read_metrics
-from logra_jax.training.layout import first_state
+from logra_jax.training.layout import first_state, gradient_shapes
+from logra_jax.training.memory import memory_parts, usage
 from logra_jax.training.minibatches import Minibatches
 from logra_jax.training.paths import default_run_dir
 from logra_jax.training.plots import write_plots
@@ -70,7 +71,7 @@ STOPPED_BY_ALARM = 3
 """Exit status of a run that an alarm has ended: see `monitor.stop_on`."""
 
 
-def train(config: Config) -> int:
+def train(config: Config, *, on_phase: Callable[[str], None] | None = None) -> int:
     """Run, or resume, the training that ``config`` describes.
 
     Everything lands in the run directory: ``config.yaml``, ``metrics.jsonl``,
@@ -81,6 +82,10 @@ def train(config: Config) -> int:
     Of several processes (:mod:`logra_jax.training.distributed`) each makes the same
     calls, with its devices' parts of them; the leader writes, shows and scores, and
     tells the others. A signal to any of them ends all after the same update.
+
+    Args:
+        config: of the run.
+        on_phase: told what the run is doing, as often as that changes.
 
     Returns:
         The exit status: 0, 128 + the signal's number, or 3 where an alarm of
@@ -93,7 +98,7 @@ def train(config: Config) -> int:
     enable_compile_cache(config)
     together(check_same, config, from_leader(lambda: config))
     run_dir = from_leader(_choose_run_dir, config)
-    display = Display(config.train.steps, silent=not is_leader())
+    display = Display(config.train.steps, silent=not is_leader(), on_phase=on_phase)
     with display, build_rewards(config) as rewards:
         if is_leader():
             rewards.warm()
@@ -106,11 +111,12 @@ def train(config: Config) -> int:
             display.note(line)
         with display.phase("preparing the model"):
             directory = together(model_directory, config)
+        program = usage().now
         with display.phase("loading the model"):
             policy, weights = together(load_policy, config, task, directory)
         if config.optimizer.kind == "logra":
             display.note(policy.sketch_table(weights))
-        run = _Run(config, run_dir, directory, task, policy, rewards, display)
+        run = _Run(config, run_dir, directory, task, policy, rewards, display, program)
         # Only now: a start that was refused leaves no run behind.
         from_leader(write_config, run_dir, to_yaml(config))
         from_leader(write_data_record, run_dir, record)
@@ -169,6 +175,7 @@ class _Run:
         policy: Policy,
         rewards: RewardPool,
         display: Display,
+        program: int,
     ):
         self.config = config
         self.run_dir = run_dir
@@ -177,6 +184,7 @@ class _Run:
         self.policy = policy
         self.rewards = rewards
         self.display = display
+        self.program = program  # bytes in use before the model was loaded
         self.optimizer = build_optimizer(config)
         self.controller = build_controller(config)
         self.evaluator = Evaluator(config, run_dir, task, policy, rewards, display)
@@ -195,13 +203,14 @@ class _Run:
         """From the first (or restored) state to the last; the exit status."""
         train = self.config.train
         self.minibatches = Minibatches(self.config, self.policy, weights)
-        state = first_state(
-            weights,
-            self.policy.method.trained,
-            self.optimizer,
-            self.controller,
-            self.policy.layout,
-        )
+        with self.display.phase("preparing the optimizer"):
+            state = first_state(
+                weights,
+                self.policy.method.trained,
+                self.optimizer,
+                self.controller,
+                self.policy.layout,
+            )
         del weights  # the state's buffers are donated: nothing else may hold them
         known = self.evaluator.scores if self.config.eval.keep_best else None
         with Checkpoints(self.run_dir, train.keep_checkpoints, known) as checkpoints:
@@ -219,7 +228,7 @@ class _Run:
                 Interrupt(self._acknowledge) as interrupt,
                 self._batches(state, interrupt) as batches,
                 # Only now: without its servers a run does not begin.
-                together(self._record, saved, begun) as self.recorder,
+                together(self._record, saved, begun, state) as self.recorder,
             ):
                 collector = Collector(
                     self.config,
@@ -279,7 +288,9 @@ class _Run:
         last = "the updates of this batch" if several else "this update"
         self.display.note(f"{name}: stopping after {last}")
 
-    def _record(self, saved: int | None, begun: dict | None) -> Recorder:
+    def _record(
+        self, saved: int | None, begun: dict | None, state: TrainState
+    ) -> Recorder:
         """The record of a run from the checkpoint ``saved`` on.
 
         A row of that step that was only ``begun`` is written again.
@@ -291,6 +302,18 @@ class _Run:
             self.display,
             kept=kept,
             began=self.began,
+            parts=self._memory_parts(state),
+        )
+
+    def _memory_parts(self, state: TrainState) -> dict[str, float]:
+        policy, layout = self.policy, self.policy.layout
+        return memory_parts(
+            self.program,
+            devices=1 if layout is None else len(layout.mesh.local_devices),
+            weights=state.weights,
+            sketches=gradient_shapes(policy.method.trained, layout),
+            optimizer=state.optimizer,
+            reference=self.minibatches.reference,
         )
 
     @contextmanager

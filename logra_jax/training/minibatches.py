@@ -41,6 +41,11 @@ class Minibatches:
         self._left: list[np.ndarray] = []  # rows of the updates to come of the batch
 
     @property
+    def reference(self) -> nnx.State | None:
+        """Weights of the reference that is kept beside the policy, if one is."""
+        return self._reference
+
+    @property
     def is_used_up(self) -> bool:
         """Whether the next update begins a batch."""
         return not self._left

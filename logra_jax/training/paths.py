@@ -1,4 +1,4 @@
-"""Where a run's results and its caches lie."""
+"""Where a run's results and its caches lie, and how a file gets there whole."""
 
 import os
 from datetime import datetime
@@ -20,3 +20,10 @@ def default_cache_dir(config: Config) -> Path:
         return Path(config.cache_dir)
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "logra_jax"
+
+
+def write_aside(path: Path, text: str) -> None:
+    """Put a file in place, whole or not at all: written beside it and renamed."""
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)

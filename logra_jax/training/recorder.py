@@ -2,10 +2,8 @@
 
 import contextlib
 import dataclasses
-import resource
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,10 +16,9 @@ from logra_jax.training.compiles import CompileWatch
 from logra_jax.training.degradation import Watch
 from logra_jax.training.display import Display
 from logra_jax.training.journal import Journal, read_metrics
+from logra_jax.training.memory import GIB, MemoryWatch, memory_now
 from logra_jax.training.schema import Config
 
-_GIB = 2**30
-_LINUX_RSS_UNIT = 1024  # ru_maxrss is in KiB on Linux, in bytes on macOS
 _WARM = 2  # times that a phase may take to compile all it needs
 
 
@@ -65,12 +62,19 @@ class Recorder:
     - ``seconds/compile``: of them, that XLA compiled or read compiled programs;
     - ``seconds/total``: from the start of the process to the end of the step.
 
+    And its memory (:mod:`logra_jax.training.memory`):
+
+    - ``memory/update_peak_gib``: the most while the update ran;
+    - ``memory/step_peak_gib``: the most since the row before, so of all phases: a
+      rollout in this process is among them, one of servers is not.
+
     Args:
         config: of the run.
         run_dir: the run directory; None keeps no record, another process does.
         display: shows the rows.
         kept: the journal's last step to keep; None for a new one.
         began: when the process began, by ``time.monotonic``.
+        parts: metrics of the process, written once, with the first row.
 
     Attributes:
         stop: the alarm that is to end the run, once a row that was settled has raised
@@ -87,8 +91,11 @@ class Recorder:
         *,
         kept: int | None,
         began: float,
+        parts: Mapping[str, float] | None = None,
     ):
         self._display, self._began = display, began
+        self._parts = dict(parts or {})
+        self._settled = time.monotonic()  # when the last row that is written ended
         self._held: Row | None = None
         self._seconds: dict[str, float] = {}
         self._phase_ended = began
@@ -102,6 +109,7 @@ class Recorder:
             self._compiles = stack.enter_context(CompileWatch())
             self._waiter = stack.enter_context(ThreadPoolExecutor(1, "waiter"))
             if run_dir is not None:
+                self._memory = stack.enter_context(MemoryWatch())
                 self._alarms = AlarmLog(run_dir, resume_step=kept)
                 self._journal = stack.enter_context(Journal(run_dir, resume_step=kept))
                 for row in read_metrics(run_dir):
@@ -175,11 +183,21 @@ class Recorder:
         metrics |= {"alarms": len(found)}
         row.seconds["total"] = row.until - self._began
         values = metrics | {f"seconds/{k}": v for k, v in row.seconds.items()}
-        values |= _memory()
+        values |= memory_now() | self._peaks(row) | self._parts
+        self._parts = {}
         self._journal.write(row.step, values)
         self._display.step(row.step, values)
         for alarm in self._alarms.write(row.step, found):
             self._display.warn(alarm.message)
+
+    def _peaks(self, row: Row) -> dict[str, float]:
+        """The most memory in use during a row, and during its update, GiB."""
+        peaks = {"step": self._memory.peak(self._settled, row.until)}
+        if row.ended:
+            peaks["update"] = self._memory.peak(row.asked, row.ended.result())
+        self._memory.forget(row.until)
+        self._settled = row.until
+        return {f"memory/{name}_peak_gib": size / GIB for name, size in peaks.items()}
 
     def _watch(self, name: str, compiled: int) -> None:
         """Warn of a phase that compiles although it has been through all it does."""
@@ -197,21 +215,3 @@ def _await(device: dict[str, Array]) -> float:
     """The time at which the device is done with these."""
     jax.block_until_ready(device)
     return time.monotonic()
-
-
-def _memory() -> dict[str, float]:
-    """Memory of the process in GiB: on the host now and at its peak, on a device.
-
-    Now where the system has ``/proc``, and of a device where it says.
-    """
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    unit = 1 if sys.platform == "darwin" else _LINUX_RSS_UNIT
-    values = {"memory/peak_rss_gib": peak * unit / _GIB}
-    pages = Path("/proc/self/statm")
-    if pages.exists():
-        resident = int(pages.read_text().split()[1])
-        values["memory/rss_gib"] = resident * resource.getpagesize() / _GIB
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if "peak_bytes_in_use" in stats:
-        values["memory/peak_device_gib"] = stats["peak_bytes_in_use"] / _GIB
-    return values

@@ -1,10 +1,11 @@
 """Responses of an evaluation, kept for reading: `samples/<step>.jsonl` of a run."""
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from logra_jax.training.paths import write_aside
 
 SAMPLES_DIRECTORY = "samples"  # of a run directory
 
@@ -45,10 +46,8 @@ def write_samples(path: Path, samples: Sequence[Sample], keep: int = -1) -> None
     if keep == 0:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.tmp")
     lines = (json.dumps(s._asdict(), ensure_ascii=False) + "\n" for s in chosen)
-    aside.write_text("".join(lines), encoding="utf-8")
-    os.replace(aside, path)
+    write_aside(path, "".join(lines))
 
 
 def read_samples(path: Path) -> list[Sample]:

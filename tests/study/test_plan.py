@@ -15,11 +15,11 @@ from logra_jax.study.plan_table import print_plan
 from logra_jax.study.trial import (
     KINDS,
     build_trial,
-    device_bytes,
     on_devices,
     workload_of,
 )
 from logra_jax.training.config import Config, load_config
+from logra_jax.training.memory import device_bytes
 
 TINY = DecoderConfig(
     vocab_size=128,
