@@ -3,8 +3,9 @@ import math
 import numpy as np
 import pytest
 
+from logra_jax.training.figure_style import moving_average
 from logra_jax.training.journal import Journal, read_metrics
-from logra_jax.training.plots import _accuracies, _moving_average, write_plots
+from logra_jax.training.plots import _accuracies, write_plots
 
 NAMES = ["accuracy.png", "kl.png", "length.png", "cost.png"]
 
@@ -91,5 +92,5 @@ def test_drawing_leaves_matplotlibs_settings_alone(tmp_path):
 
 
 def test_moving_average_is_the_mean_of_the_last_values():
-    averages = _moving_average(np.array([1.0, 2.0, 6.0, 4.0]), 3)
+    averages = moving_average(np.array([1.0, 2.0, 6.0, 4.0]), 3)
     np.testing.assert_allclose(averages, [1.0, 1.5, 3.0, 4.0])
