@@ -1,4 +1,4 @@
-"""The `logra` command: train, serve, eval, export, plan, fidelity, spectrum, bench.
+"""The `logra` command: train, serve, eval, export, report, plan, bench, studies.
 
 This module imports nothing heavy: `--help` is instant, and spawned reward workers,
 which import the main module again, start without JAX.
@@ -110,6 +110,12 @@ def _replay(args: argparse.Namespace) -> int:
     from logra_jax.rollout.follow import replay_command
 
     return replay_command(args.model_dir, args.updates, args.out_dir)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from logra_jax.study.report import report
+
+    return report(args.run_dirs, args.out)
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -273,6 +279,22 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("out_dir", metavar="OUT_DIR", help="the directory to write")
     export.add_argument(
         "--best", action="store_true", help="the best checkpoint, by eval.best"
+    )
+
+    report = _command(
+        commands,
+        "report",
+        "write one HTML page on one or several runs",
+        examples.REPORT,
+    )
+    report.set_defaults(run=_report)
+    report.add_argument(
+        "run_dirs", metavar="RUN_DIR", nargs="+", help="a run, which may be going on"
+    )
+    report.add_argument(
+        "--out",
+        metavar="FILE.html",
+        help="default: report.html in RUN_DIR, of several runs in the working directory",
     )
 
     fidelity = _command(

@@ -41,6 +41,14 @@ examples:
   logra export runs/quickstart-20260101-120000 my-model
   logra export runs/quickstart-20260101-120000 my-best-model --best
 """
+REPORT = """\
+The page needs no network and no other file: open it, mail it, print it. An older report
+of the same name is replaced; any other file is not.
+
+examples:
+  logra report runs/quickstart-20260101-120000
+  logra report runs/grpo-0 runs/grpo-1 runs/rloo-0 runs/rloo-1 --out grpo-or-rloo.html
+"""
 REPLAY = """\
 examples:
   logra train configs/quickstart.yaml train.save_updates=true run_dir=runs/kept

@@ -37,6 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     stand_in("logra_jax.training.eval_command", "evaluate_command")
     stand_in("logra_jax.training.export", "export_command")
     stand_in("logra_jax.study.bench", "bench_rollout")
+    stand_in("logra_jax.study.report", "report")
     stand_in("logra_jax.study.fidelity", "fidelity", RANKS=(4, 16))
     stand_in("logra_jax.study.spectrum", "spectrum", ENERGIES=(0.5, 0.9))
     return calls
@@ -72,6 +73,15 @@ def test_eval_and_export_pass_their_arguments_on(calls):
     assert calls == [
         ("evaluate_command", "runs/a", ["eval.samples=9"]),
         ("export_command", "runs/a", "out"),
+    ]
+
+
+def test_report_takes_one_run_or_several(calls):
+    cli.main(["report", "runs/a"])
+    cli.main(["report", "runs/a", "runs/b", "--out", "both.html"])
+    assert calls == [
+        ("report", ["runs/a"], None),
+        ("report", ["runs/a", "runs/b"], "both.html"),
     ]
 
 
@@ -155,6 +165,7 @@ def test_wrong_usage_exits_with_2(argv, capsys):
         "train",
         "eval",
         "export",
+        "report",
         "plan",
         "fidelity",
         "spectrum",

@@ -1,0 +1,310 @@
+"""Drawing for a report: runs overlaid by group, stacked bars, SVG to be inlined."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from logra_jax.study.report_runs import Group, Run
+from logra_jax.training.figure_style import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    RED,
+    SKY,
+    STYLE,
+    Series,
+    say_nothing_recorded,
+    step_axis,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_WIDTH = 8.6  # inches: as wide as the page, on a screen and on paper
+_HEIGHT = 2.8  # of a row of panels
+_LINE = 0.2  # of a line of a legend
+_LETTERS = 135  # that a line of a legend has room for
+_POINTS = 300  # that a line is drawn with at most
+_COLOURS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY, GREY)
+_MARKERS = "osD^vPX"
+_DASHES = ("-", "--", "-.")
+_INK = "#30363d"
+REPORT_STYLE: dict[Any, Any] = STYLE | {
+    "axes.axisbelow": True,
+    "axes.edgecolor": "#8a929b",
+    "axes.labelcolor": _INK,
+    "axes.labelsize": 9,
+    "axes.titlepad": 8,
+    "axes.titlesize": 9.5,
+    "figure.constrained_layout.w_pad": 0.08,
+    "figure.constrained_layout.h_pad": 0.06,
+    "font.size": 9,
+    "legend.fontsize": 8.5,
+    # Text stays text: small, sharp, and found by a search.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "logra",
+    "text.color": _INK,
+    "text.parse_math": False,  # names are texts, dollars and all
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+}
+"""Settings of matplotlib, for `rc_context`."""
+
+Read = Callable[[Run], Series]
+Bars = Sequence[tuple[str, Mapping[str, float]]]  # label, length by part
+
+
+def canvas_of(
+    count: int, columns: int, *, height: float = _HEIGHT, **grid: Any
+) -> tuple[Figure, list[Axes]]:
+    """A figure as wide as the page, with panels in rows of ``columns``."""
+    from matplotlib.figure import Figure
+
+    rows = -(-count // columns)
+    canvas = Figure(figsize=(_WIDTH, rows * height), layout="constrained")
+    panels = canvas.subplots(rows, columns, squeeze=False, gridspec_kw=grid).flat
+    panels = list(panels)
+    for spare in panels[count:]:
+        spare.set_visible(False)
+    return canvas, panels[:count]
+
+
+def colour_of(index: int) -> str:
+    """The colour of a group of runs, in all figures."""
+    return _COLOURS[index % len(_COLOURS)]
+
+
+def style_of(index: int) -> dict[str, Any]:
+    """How the lines of a group of runs look: colours first, then dashes."""
+    dash = _DASHES[index // len(_COLOURS) % len(_DASHES)]
+    return {"color": colour_of(index), "ls": dash, "lw": 1.6}
+
+
+def marker_of(index: int) -> str:
+    """What marks the points of a group of runs."""
+    return _MARKERS[index % len(_MARKERS)]
+
+
+def runs_of(groups: Iterable[Group]) -> list[Run]:
+    """All runs, in the order of their groups."""
+    return [run for group in groups for run in group.runs]
+
+
+def recorded(run: Run, key: str) -> Series:
+    """A metric where it was recorded and is a number."""
+    return finite(Series.of(run.rows, key))
+
+
+def finite(series: Series) -> Series:
+    """A series where its values are numbers."""
+    known = np.isfinite(series.values)
+    return Series(series.steps[known], series.values[known])
+
+
+def mean_and_range(series: Sequence[Series]) -> tuple[Series, Series, Series]:
+    """Mean, lowest and highest of several runs, at the steps that all of them have."""
+    shared = series[0].steps
+    for one in series[1:]:
+        shared = np.intersect1d(shared, one.steps)
+    values = np.array([one.values[np.isin(one.steps, shared)] for one in series])
+    mean, low, high = (
+        Series(shared, each) for each in (values.mean(0), values.min(0), values.max(0))
+    )
+    return mean, low, high
+
+
+def thinned(
+    series: Series, reduce: Callable[..., Any] = np.mean, points: int = _POINTS
+) -> Series:
+    """At most ``points`` points: ``reduce`` of neighbours, at their mean step.
+
+    A series that is short enough stays as it is.
+    """
+    each = -(-len(series) // points)
+    if each <= 1:
+        return series
+    starts = range(0, len(series), each)
+    return Series(
+        np.array([series.steps[i : i + each].mean() for i in starts]),
+        np.array([reduce(series.values[i : i + each]) for i in starts]),
+    )
+
+
+def overlay(
+    axes: Axes,
+    groups: Sequence[Group],
+    read: Read,
+    reduce: Callable[..., Any] = np.mean,
+    **style: Any,
+) -> None:
+    """A line for each run; of runs that differ in their seed, mean and range too."""
+    for i, group in enumerate(groups):
+        several = len(group.runs) > 1
+        for run in group.runs:
+            one = thinned(read(run), reduce)
+            # A line of one point is no line.
+            own: dict[str, Any] = {"alpha": 0.35, "lw": 0.8} if several else {}
+            if not several and len(one) < 40:
+                own = {"marker": marker_of(i), "ms": 3}
+            if len(one):
+                axes.plot(one.steps, one.values, **(style_of(i) | own | style))
+        if several:
+            band(axes, group, i, read, reduce)
+
+
+def band(
+    axes: Axes,
+    group: Group,
+    index: int,
+    read: Read,
+    reduce: Callable[..., Any] = np.mean,
+) -> None:
+    """Mean and range over the runs of a group."""
+    mean, low, high = mean_and_range([read(run) for run in group.runs])
+    if not len(mean):
+        return
+    low, high = thinned(low, np.min), thinned(high, np.max)
+    mean = thinned(mean, reduce)
+    pale: dict[str, Any] = {"color": colour_of(index), "alpha": 0.15, "lw": 0}
+    axes.fill_between(low.steps, low.values, high.values, **pale)
+    style: dict[str, Any] = style_of(index) | {"lw": 2.2}
+    axes.plot(mean.steps, mean.values, **style)
+
+
+def finish(axes: Axes, groups: Sequence[Group]) -> None:
+    """The axis of steps, the same in all panels, and a word where nothing is drawn."""
+    runs = runs_of(groups)
+    first = min(int(run.rows[0]["step"]) for run in runs)
+    step_axis(axes, first, max(run.done for run in runs))
+    if not axes.has_data():
+        say_nothing_recorded(axes)
+
+
+def stacked_bars(
+    axes: Axes, bars: Bars, parts: Mapping[str, tuple[str, str]], digits: int
+) -> None:
+    """A bar for each run, its parts one after the other, its total at its end.
+
+    Args:
+        axes: to draw on.
+        bars: label and length of the parts of each, the first on top.
+        parts: name and colour of each part.
+        digits: of the total.
+    """
+    for part, (name, colour) in parts.items():
+        left = [_before(lengths, part, parts) for _, lengths in bars]
+        width = [lengths.get(part, 0.0) for _, lengths in bars]
+        if any(width):
+            look: dict[str, Any] = {"height": 0.45, "ec": "white", "lw": 0.6}
+            axes.barh(
+                range(len(bars)), width, left=left, color=colour, label=name, **look
+            )
+    for i, (label, lengths) in enumerate(bars):
+        total = sum(lengths.values())
+        axes.text(total, i, f" {total:.{digits}f}", va="center", fontweight="bold")
+        if len(bars) > 1:
+            # Above its bar: beside it a long name would leave the bar no room.
+            axes.text(0, i - 0.29, label, va="bottom", fontsize=8)
+    axes.set_ylim(len(bars) - 0.45, -0.75)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.grid(False, axis="y")
+    axes.margins(x=0.12)
+
+
+def _before(lengths: Mapping[str, float], part: str, parts: Iterable[str]) -> float:
+    """Where a part of a stacked bar begins."""
+    names = list(parts)
+    return math.fsum(lengths.get(name, 0.0) for name in names[: names.index(part)])
+
+
+def legend_below(axes: Axes, columns: int = 3) -> None:
+    """A legend under the panel, where it hides nothing."""
+    if axes.get_legend_handles_labels()[1]:
+        place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
+        spacing: dict[str, Any] = {"columnspacing": 1.2, "handlelength": 1.2}
+        axes.legend(ncols=columns, **place, **spacing)
+
+
+def line_key(axes: Axes, lines: Mapping[str, Mapping[str, Any]]) -> None:
+    """A legend under a panel of what its kinds of lines are: name and style of each."""
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], **style, label=name) for name, style in lines.items()]
+    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
+    axes.legend(handles=handles, ncols=3, columnspacing=1.2, **place)
+
+
+def render(canvas: Figure, name: str, title: str, groups: Sequence[Group]) -> str:
+    """The figure as an `<svg>` element, with a legend of the groups where it has any.
+
+    Args:
+        canvas: what is drawn.
+        name: that ids begin with, so that no two figures share one.
+        title: that a screen reader says.
+        groups: of the legend.
+    """
+    if len(runs_of(groups)) > 1:
+        _name_groups(canvas, groups)
+    text = io.StringIO()
+    canvas.savefig(text, format="svg", metadata=dict.fromkeys(_METADATA))
+    return _inline(text.getvalue(), name, title)
+
+
+_METADATA = ("Creator", "Date", "Format", "Type")
+
+
+def _name_groups(canvas: Figure, groups: Sequence[Group]) -> None:
+    """A legend above all panels."""
+    from matplotlib.lines import Line2D
+
+    names = [
+        group.label
+        if len(group.runs) == 1
+        else f"{group.label} (mean and range of {len(group.runs)} seeds)"
+        for group in groups
+    ]
+    handles = [
+        Line2D([], [], **style_of(i), marker=marker_of(i), ms=4, label=name)
+        for i, name in enumerate(names)
+    ]
+    columns = max(1, min(len(names), int(_LETTERS / (max(map(len, names)) + 8))))
+    canvas.legend(handles=handles, loc="outside upper left", ncols=columns)
+    lines = -(-len(names) // columns)
+    canvas.set_figheight(canvas.get_figheight() + _LINE * lines + 0.1)
+
+
+def _inline(svg: str, name: str, title: str) -> str:
+    """A document of matplotlib's as an element of a page, without what it can spare."""
+    svg = svg[svg.index("<svg") :]
+    # A style of an inlined element holds for all of the page: it has its own.
+    svg = re.sub(r"<(metadata|style)\b.*?</\1>", "", svg, flags=re.DOTALL)
+    used = set(re.findall(r'(?:url\(|href=")#([^)"]+)', svg))
+
+    def shorten(match: re.Match[str]) -> str:
+        tag = re.sub(r' xmlns(:xlink)?="[^"]*"', "", match[0])
+        tag = tag.replace("xlink:href", "href")
+        tag = re.sub(
+            r' id="([^"]*)"', lambda m: f' id="{name}-{m[1]}"' * (m[1] in used), tag
+        )
+        tag = re.sub(r'(url\(|href=")#', rf"\g<1>#{name}-", tag)
+        # The page's own font, at the size that was laid out.
+        tag = re.sub(r"(font: (?:\w+ )?[\d.]+px) [^;\"]*", r"\1 var(--font)", tag)
+        tag = re.sub(r"font-family: [^;\"]*", "font-family: var(--font)", tag)
+        return re.sub(r"(\.\d{2})\d+", r"\1", tag).replace("\n", " ")
+
+    # Tags alone: text between them may be anything.
+    svg = re.sub(r"<[^>]*>", shorten, svg)
+    head, rest = svg.split(">", 1)
+    head = re.sub(r' (?:width|height)="[^"]*pt"', "", head)
+    body = "\n".join(line.strip() for line in rest.splitlines() if line.strip())
+    return f'{head} role="img" aria-label="{title}">{body}'

@@ -1,0 +1,347 @@
+"""Training runs as a report sees them: what a run directory holds, and what differs.
+
+    runs = [read_run("runs/a"), read_run("runs/b")]
+    groups = group_runs(runs)  # runs that differ in their seed alone belong together
+
+Nothing here loads JAX: a report needs no device.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from logra_jax.training.alarms import read_alarms
+from logra_jax.training.journal import has_metrics, read_metrics
+from logra_jax.training.samples import SAMPLES_DIRECTORY, Sample, read_samples
+
+# As training.checkpoint and training.export name them, which load JAX.
+CONFIG_FILE, MODEL_DIRECTORY = "config.yaml", "model"
+_DATA_FILE = "data.json"
+# Keys that say where a run is kept, not what it does.
+_PLACES = ("run_dir", "resume", "cache_dir", "name")
+
+
+class Score(NamedTuple):
+    """One evaluation metric, once."""
+
+    step: int
+    value: float
+    se: float  # standard error; NaN where it is not known
+    n: int | None  # responses; None where it is not known
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory, read once.
+
+    Attributes:
+        path: of the directory, as it was given.
+        name: that tells it from the others of the report.
+        config_text: `config.yaml`.
+        config: its values by dotted key.
+        rows: of the journal; at least one.
+        data: `data.json`; empty where there is none.
+        alarms: lines of `alarms.jsonl`.
+        has_model: whether the trained model was exported, which a run does last.
+    """
+
+    path: Path
+    name: str
+    config_text: str
+    config: Mapping[str, Any]
+    rows: Sequence[dict[str, Any]]
+    data: Mapping[str, Any]
+    alarms: Sequence[Mapping[str, Any]]
+    has_model: bool
+
+    @property
+    def done(self) -> int:
+        """Updates done, as far as the journal says."""
+        return int(self.rows[-1]["step"])
+
+    @property
+    def planned(self) -> int | None:
+        """Updates that the run is to have, if its config says so."""
+        steps = self.config.get("train.steps")
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run came to its own end: its last step, a target or an alarm."""
+        return self.has_model or (
+            self.planned is not None and self.done >= self.planned
+        )
+
+    @property
+    def status(self) -> str:
+        """How the run stands, in a few words."""
+        if not self.is_finished:
+            return "unfinished: interrupted, or still running"
+        if self.planned is None or self.done >= self.planned:
+            return "finished" if self.has_model else "all steps done, no model exported"
+        return "ended early, by a target or an alarm"
+
+    @cached_property
+    def metrics(self) -> list[str]:
+        """Evaluation metrics that were measured, in the journal's order."""
+        keys = dict.fromkeys(key for row in self.rows for key in row)
+        return [
+            key
+            for key in keys
+            if "/" in key
+            and (f"{key}_n" in keys or key.endswith(("/greedy", "/sampled")))
+        ]
+
+    def scores(self, metric: str) -> list[Score]:
+        """Every measurement of an evaluation metric that is a number."""
+        return [
+            Score(
+                row["step"],
+                float(row[metric]),
+                float(row.get(f"{metric}_se", math.nan)),
+                row.get(f"{metric}_n"),
+            )
+            for row in self.rows
+            if math.isfinite(row.get(metric, math.nan))
+        ]
+
+    @cached_property
+    def elapsed(self) -> np.ndarray:
+        """Seconds of all the run's processes up to the end of each row, (rows,).
+
+        A resumed run's clock begins again: what went before is added. NaN where the
+        journal has no clock.
+        """
+        clock = np.array([row.get("seconds/total", math.nan) for row in self.rows])
+        with np.errstate(invalid="ignore"):
+            begins_again = np.diff(clock) < 0
+        before = np.where(begins_again, clock[:-1], 0.0)
+        return clock + np.concatenate([[0.0], np.cumsum(before)])
+
+    @property
+    def seconds_per_update(self) -> float:
+        """Median of the time from one row to the next, all phases; NaN if unknown."""
+        taken = np.diff(self.elapsed)
+        taken = taken[np.isfinite(taken)]
+        return float(np.median(taken)) if len(taken) else math.nan
+
+    @property
+    def peak_memory(self) -> tuple[float, str]:
+        """The most GiB held, and where: on a device if the journal says, or a host."""
+        for key, where in (
+            ("memory/peak_device_gib", "device"),
+            ("memory/peak_rss_gib", "host process"),
+        ):
+            values = [row[key] for row in self.rows if key in row]
+            if values:
+                return max(values), where
+        return math.nan, ""
+
+    @cached_property
+    def sample_steps(self) -> list[int]:
+        """Steps after which responses were kept."""
+        names = (self.path / SAMPLES_DIRECTORY).glob("*.jsonl")
+        return sorted(int(path.stem) for path in names if path.stem.isdigit())
+
+    def samples(self, step: int) -> list[Sample]:
+        """The responses kept after a step.
+
+        Raises:
+            ValueError: the file cannot be read as such.
+        """
+        path = self.path / SAMPLES_DIRECTORY / f"{step:06d}.jsonl"
+        try:
+            return read_samples(path)
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(
+                f"`{path}` must hold samples, one JSON object a line, got {error}; "
+                "restore the file or delete it."
+            ) from None
+
+
+class Group(NamedTuple):
+    """Runs that differ in nothing but their seed."""
+
+    label: str
+    runs: tuple[Run, ...]
+
+
+def read_runs(directories: Sequence[str | Path]) -> list[Run]:
+    """Read run directories.
+
+    Raises:
+        ValueError: one is named twice, or is no run; see :func:`read_run`.
+    """
+    paths = [Path(directory) for directory in directories]
+    seen: set[Path] = set()
+    for path in paths:
+        if path.resolve() in seen:
+            raise ValueError(
+                f"`RUN_DIR` must name each run once, got {str(path)!r} again; leave "
+                "it out."
+            )
+        seen.add(path.resolve())
+    parts = [path.resolve().parts for path in paths]
+    depth = 1
+    while len({part[-depth:] for part in parts}) < len(parts):
+        depth += 1
+    return [
+        read_run(path, os.sep.join(part[-depth:]))
+        for path, part in zip(paths, parts, strict=True)
+    ]
+
+
+def read_run(path: str | Path, name: str | None = None) -> Run:
+    """Read a run directory; the run may be going on.
+
+    Args:
+        path: the directory.
+        name: in the report; None is that of the directory.
+
+    Raises:
+        ValueError: there is no such directory, it is no run, it has no row yet, or a
+            file of it cannot be read.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise ValueError(
+            f"`RUN_DIR` must be a run directory, got {str(path)!r}, which is no "
+            "directory; give the `run_dir` of a training run."
+        )
+    stored = path / CONFIG_FILE
+    if not stored.is_file():
+        raise ValueError(
+            f"`RUN_DIR` must be a run directory, got {str(path)!r}, which has no "
+            f"{CONFIG_FILE}; give the `run_dir` of a training run."
+        )
+    rows = read_metrics(path) if has_metrics(path) else []
+    if not rows:
+        raise ValueError(
+            f"`RUN_DIR` must hold metrics, got {str(path)!r}, whose run has recorded "
+            "no step yet; wait for its first."
+        )
+    data = path / _DATA_FILE
+    text = _text(stored)
+    return Run(
+        path=path,
+        name=name or path.resolve().name,
+        config_text=text,
+        config=_flat_config(text, stored),
+        rows=rows,
+        data=_json(data) if data.is_file() else {},
+        alarms=read_alarms(path),
+        has_model=(path / MODEL_DIRECTORY).is_dir(),
+    )
+
+
+def differing(configs: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Dotted keys that not all configs give the same value, but for places."""
+    configs = list(configs)
+    keys = dict.fromkeys(key for config in configs for key in config)
+    absent = object()
+    return [
+        key
+        for key in keys
+        if key not in _PLACES
+        and any(
+            config.get(key, absent) != configs[0].get(key, absent) for config in configs
+        )
+    ]
+
+
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    """Runs by what their configs say but for the seed, named by what differs.
+
+    Where configs are alike to the seed, the names of the directories tell runs apart.
+    """
+    found: list[list[Run]] = []
+    for run in runs:
+        alike = (
+            group
+            for group in found
+            if differing([group[0].config, run.config]) in ([], ["seed"])
+            and run.config.get("seed") not in [one.config.get("seed") for one in group]
+        )
+        group = next(alike, None)
+        if group is None:
+            found.append([run])
+        else:
+            group.append(run)
+    labels = _labels([group[0] for group in found])
+    return [
+        Group(label, tuple(group)) for label, group in zip(labels, found, strict=True)
+    ]
+
+
+def _labels(firsts: Sequence[Run]) -> list[str]:
+    """A label for each of some runs, from the fewest keys that tell them apart."""
+    if len(firsts) == 1:
+        return [firsts[0].name]
+    configs = [run.config for run in firsts]
+    keys = [key for key in differing(configs) if key != "seed"]
+    telling = [[key] for key in keys if _tells([key], configs)]
+    chosen = telling[0] if telling else keys
+    if not keys or not _tells(chosen, configs):
+        return [run.name for run in firsts]
+    labels = [
+        ", ".join(f"{key} = {show(config.get(key))}" for key in chosen)
+        for config in configs
+    ]
+    return labels if max(map(len, labels)) <= 60 else [run.name for run in firsts]
+
+
+def _tells(keys: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether no two configs are alike in these keys."""
+    values = {tuple(show(config.get(key)) for key in keys) for config in configs}
+    return len(values) == len(configs)
+
+
+def show(value: Any) -> str:
+    """A config's value as the file would have it."""
+    return json.dumps(value) if not isinstance(value, str) else value
+
+
+def _flat_config(text: str, path: Path) -> dict[str, Any]:
+    """Values of a YAML file by dotted key; lists are values."""
+    import yaml
+
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"`{path}` is not valid YAML: {reason}.") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"`{path}` must hold `key: value` lines, got {text[:40]!r}.")
+    return dict(_flatten(tree, ""))
+
+
+def _flatten(tree: Mapping[Any, Any], prefix: str) -> Iterable[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"Cannot read `{path}`: {error}.") from None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(_text(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"`{path}` is not valid JSON: {error}.") from None
+    return found if isinstance(found, dict) else {}
