@@ -1,4 +1,4 @@
-"""The `logra` command: train, serve, eval, export, report, plan, bench, studies.
+"""The `logra` command: train, serve, eval, export, report, plan, compare, bench, …
 
 This module imports nothing heavy: `--help` is instant, and spawned reward workers,
 which import the main module again, start without JAX.
@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import logra_jax
 from logra_jax import cli_examples as examples
+from logra_jax.cli_bench import add_bench, add_plan
+from logra_jax.cli_options import add_command, add_config, add_overrides
 
 # Modules that an extra brings: the package each comes from, and the extra.
 _EXTRAS = {
@@ -81,7 +83,6 @@ def _serve(args: argparse.Namespace) -> int:
     from logra_jax.training.config import load_config
 
     config = load_config(args.config, args.overrides)
-
     from logra_jax.training.serve import serve_command
 
     return serve_command(config, args.config, args.overrides)
@@ -118,94 +119,22 @@ def _report(args: argparse.Namespace) -> int:
     return report(args.run_dirs, args.out)
 
 
-def _plan(args: argparse.Namespace) -> int:
-    from logra_jax.training.config import load_config
-
-    config = load_config(args.config, args.overrides)
-
-    from logra_jax.study.plan import plan_command
-
-    return plan_command(
-        config,
-        devices=args.devices,
-        tokens=args.tokens,
-        card=args.card,
-        as_json=args.json,
-    )
-
-
-def _bench_step(args: argparse.Namespace) -> int:
-    from logra_jax.training.config import load_config
-
-    config = load_config(args.config, args.overrides)
-
-    from logra_jax.study.bench_step import bench_step
-
-    return bench_step(
-        config,
-        tokens=args.tokens,
-        repeat=args.repeat,
-        as_json=args.json,
-        beside=args.beside,
-    )
-
-
-def _bench_rollout(args: argparse.Namespace) -> int:
-    from logra_jax.training.config import load_config
-
-    config = load_config(args.config, args.overrides)
-
-    from logra_jax.study.bench import bench_rollout
-
-    return bench_rollout(config, args.json)
-
-
-def _bench_merge(args: argparse.Namespace) -> int:
-    from logra_jax.training.config import load_config
-
-    config = load_config(args.config, args.overrides)
-
-    from logra_jax.study.bench_merge import bench_merge
-
-    return bench_merge(config, args.tokens, args.json)
-
-
-def _bench_sync(args: argparse.Namespace) -> int:
-    from logra_jax.training.config import load_config
-
-    config = load_config(args.config, args.overrides)
-
-    from logra_jax.study.bench_sync import bench_sync
-
-    return bench_sync(config, args.json, repetitions=args.repeat)
-
-
-def _bench_overlap(args: argparse.Namespace) -> int:
-    from logra_jax.training.config import load_config
-
-    config = load_config(args.config, args.overrides)
-
-    from logra_jax.study.bench_overlap import bench_overlap
-
-    return bench_overlap(config, args.json, steps=args.steps)
-
-
-def _bench_load(args: argparse.Namespace) -> int:
-    from logra_jax.study.bench_load import bench_load
-
-    return bench_load(
-        args.target,
-        args.overrides,
-        args.json,
-        dtype=args.dtype,
-        repetitions=args.repeat,
-    )
-
-
 def _fidelity(args: argparse.Namespace) -> int:
     from logra_jax.study.fidelity import RANKS, fidelity
 
     return fidelity(args.rank or RANKS, args.seeds, args.json, args.plot)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from logra_jax.study.compare import compare_command
+
+    return compare_command(
+        args.study,
+        args.overrides,
+        out=args.out,
+        retry_failed=args.retry_failed,
+        keep_models=args.keep_models,
+    )
 
 
 def _spectrum(args: argparse.Namespace) -> int:
@@ -233,17 +162,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    train = _command(commands, "train", "train a model", examples.TRAIN)
+    train = add_command(commands, "train", "train a model", examples.TRAIN)
     train.set_defaults(run=_train)
-    _add_config(train)
+    add_config(train)
 
-    serve = _command(
+    serve = add_command(
         commands, "serve", "serve a model with SGLang, for training", examples.SERVE
     )
     serve.set_defaults(run=_serve)
-    _add_config(serve)
+    add_config(serve)
 
-    evaluate = _command(
+    evaluate = add_command(
         commands,
         "eval",
         "measure the accuracy of a model or a run",
@@ -256,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a config file, a run directory (its newest checkpoint), or a model: a "
         "Hugging Face directory, or whatever model.path takes",
     )
-    _add_overrides(evaluate)
+    add_overrides(evaluate)
     evaluate.add_argument(
         "--config", metavar="CONFIG", help="what MODEL is asked, and how"
     )
@@ -268,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
         "--samples", metavar="FILE.jsonl", help="write every response here"
     )
 
-    export = _command(
+    export = add_command(
         commands,
         "export",
         "write a run's model as a Hugging Face directory",
@@ -281,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
         "--best", action="store_true", help="the best checkpoint, by eval.best"
     )
 
-    report = _command(
+    report = add_command(
         commands,
         "report",
         "write one HTML page on one or several runs",
@@ -294,10 +223,32 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--out",
         metavar="FILE.html",
-        help="default: report.html in RUN_DIR, of several runs in the working directory",
+        help="default: report.html in RUN_DIR; of several runs, in the working "
+        "directory",
     )
 
-    fidelity = _command(
+    compare = add_command(
+        commands,
+        "compare",
+        "run a study: methods, ranks, budgets, over seeds",
+        examples.COMPARE,
+    )
+    compare.set_defaults(run=_compare)
+    compare.add_argument("study", metavar="STUDY", help="a YAML file; configs/studies")
+    add_overrides(compare)
+    compare.add_argument(
+        "--out", metavar="DIR", help="the study's directory (default: studies/NAME)"
+    )
+    compare.add_argument(
+        "--retry-failed", action="store_true", help="do failed cells again"
+    )
+    compare.add_argument(
+        "--keep-models",
+        action="store_true",
+        help="keep every run's checkpoints and exported model",
+    )
+
+    fidelity = add_command(
         commands,
         "fidelity",
         "measure how well sketches reconstruct, against theory and paper",
@@ -317,14 +268,14 @@ def _parser() -> argparse.ArgumentParser:
     fidelity.add_argument("--plot", metavar="FILE.png", help="draw cosine against rank")
     fidelity.add_argument("--json", action="store_true", help="print one JSON object")
 
-    spectrum = _command(
+    spectrum = add_command(
         commands,
         "spectrum",
         "find the rank that real gradients of a model and task need",
         examples.SPECTRUM,
     )
     spectrum.set_defaults(run=_spectrum)
-    _add_config(spectrum)
+    add_config(spectrum)
     spectrum.add_argument(
         "--energy",
         type=float,
@@ -341,7 +292,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     spectrum.add_argument("--json", action="store_true", help="print one JSON object")
 
-    replay = _command(
+    replay = add_command(
         commands,
         "replay",
         "apply a run's saved updates to the model it began from",
@@ -352,155 +303,7 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("updates", metavar="UPDATES", help="a directory, or one file")
     replay.add_argument("out_dir", metavar="OUT_DIR", help="the directory to write")
 
-    _add_plan(commands, "plan", "say what a run holds on each device", examples.PLAN)
+    add_plan(commands, "plan", "say what a run holds on each device", examples.PLAN)
 
-    bench = commands.add_parser("bench", help="measure speed")
-    benches = bench.add_subparsers(metavar="WHAT", required=True)
-    rollout = _command(
-        benches, "rollout", "sampling against transformers' generate", examples.BENCH
-    )
-    rollout.set_defaults(run=_bench_rollout)
-    _add_config(rollout)
-    rollout.add_argument("--json", action="store_true", help="print one JSON object")
-
-    merge = _command(
-        benches, "merge", "landing an update, as a share of its step", examples.BENCH
-    )
-    merge.set_defaults(run=_bench_merge)
-    _add_config(merge)
-    merge.add_argument(
-        "--tokens", type=int, default=4096, help="in a step (default: 4096)"
-    )
-    merge.add_argument("--json", action="store_true", help="print one JSON object")
-
-    step = _command(
-        benches, "step", "an update against AdamW, LoRA and GaLore", examples.STEP
-    )
-    step.set_defaults(run=_bench_step)
-    _add_config(step)
-    step.add_argument(
-        "--tokens", type=int, default=2048, help="in an update (default: 2048)"
-    )
-    step.add_argument(
-        "--repeat", type=int, default=5, metavar="N", help="of each kind (default: 5)"
-    )
-    step.add_argument(
-        "--beside",
-        metavar="MODEL",
-        help="a preset or model.path whose update by logra is timed too",
-    )
-    step.add_argument("--json", action="store_true", help="print one JSON object")
-
-    _add_plan(
-        benches,
-        "plan",
-        "memory of an update of each kind, and how long it takes to compile",
-        examples.PLAN.replace("logra plan configs", "logra bench plan configs"),
-    )
-
-    sync = _command(
-        benches,
-        "sync",
-        "sending updates to SGLang servers, against sending all weights",
-        examples.SYNC,
-    )
-    sync.set_defaults(run=_bench_sync)
-    _add_config(sync)
-    sync.add_argument(
-        "--repeat", type=int, default=5, metavar="N", help="of each kind (default: 5)"
-    )
-    sync.add_argument("--json", action="store_true", help="print one JSON object")
-
-    overlap = _command(
-        benches,
-        "overlap",
-        "training with the next batch sampled during an update, against without",
-        examples.OVERLAP,
-    )
-    overlap.set_defaults(run=_bench_overlap)
-    _add_config(overlap)
-    overlap.add_argument(
-        "--steps", type=int, default=6, metavar="N", help="each way (default: 6)"
-    )
-    overlap.add_argument("--json", action="store_true", help="print one JSON object")
-
-    load = _command(
-        benches, "load", "loading a model against reading its files", examples.LOAD
-    )
-    load.set_defaults(run=_bench_load)
-    load.add_argument(
-        "target",
-        metavar="CONFIG|DIR",
-        nargs="?",
-        help="a config file, or a Hugging Face directory (default: a synthetic one)",
-    )
-    _add_overrides(load)
-    load.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float32"),
-        default="bfloat16",
-        help="that weights are cast to (default: bfloat16)",
-    )
-    load.add_argument(
-        "--repeat", type=int, default=5, metavar="N", help="of each (default: 5)"
-    )
-    load.add_argument("--json", action="store_true", help="print one JSON object")
+    add_bench(commands)
     return parser
-
-
-def _command(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
-    name: str,
-    description: str,
-    epilog: str,
-) -> argparse.ArgumentParser:
-    command = commands.add_parser(
-        name,
-        help=description,
-        description=f"{description[0].upper()}{description[1:]}.",
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.add_argument(
-        "--traceback", action="store_true", help="show where bad input was found"
-    )
-    return command
-
-
-def _add_plan(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
-    name: str,
-    description: str,
-    epilog: str,
-) -> None:
-    plan = _command(commands, name, description, epilog)
-    plan.set_defaults(run=_plan)
-    _add_config(plan)
-    plan.add_argument(
-        "--devices", type=int, metavar="N", help="default: those of the config's mesh"
-    )
-    plan.add_argument(
-        "--tokens",
-        type=int,
-        default=4096,
-        metavar="N",
-        help="of a microbatch on each device (default: 4096)",
-    )
-    plan.add_argument(
-        "--card", metavar="NAME|GiB", help="that it should fit (default: all known)"
-    )
-    plan.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def _add_config(command: argparse.ArgumentParser) -> None:
-    command.add_argument("config", metavar="CONFIG", help="a YAML file")
-    _add_overrides(command)
-
-
-def _add_overrides(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "overrides",
-        metavar="key=value",
-        nargs="*",
-        help="override a field, dotted: train.steps=2",
-    )

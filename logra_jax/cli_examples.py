@@ -120,3 +120,16 @@ examples:
   logra spectrum configs/quickstart.yaml
   logra spectrum configs/quickstart.yaml sketch.rank=64 --energy 0.8 0.99 --json
 """
+COMPARE = """\
+Each run has a process of its own, one after the other. What is done is kept: the same
+command goes on after Ctrl-C, SIGTERM or a crash, and adds seeds or labels that are new.
+A run that fails is recorded, with its phase, and the study goes on (exit status 1).
+STUDY is a YAML file: `config`, `set`, `seeds`, `axes`, `baseline`, `plan` and
+`reconstruction`; those of configs/studies explain themselves.
+
+examples:
+  logra compare configs/studies/methods.yaml
+  logra compare configs/studies/rank.yaml 'seeds=[0]' train.steps=4 --out studies/try
+  logra compare configs/studies/rank.yaml 'axes.sketch.rank=[8, 32]'
+  logra compare configs/studies/methods.yaml model.path=Qwen/Qwen2.5-0.5B-Instruct
+"""

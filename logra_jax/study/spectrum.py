@@ -11,7 +11,7 @@ wider: the ranks are those of the responses looked at.
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from logra_jax.algorithm import alignment
+from logra_jax.algorithm.capture import Measure
 from logra_jax.rl.advantages import RunningMean
 from logra_jax.rl.reward_pool import RewardPool
 from logra_jax.training.assemble import (
@@ -101,6 +102,61 @@ def measure_spectrum(
     Raises:
         ValueError: see :func:`spectrum`.
     """
+    measured = measure_gradients(config, rewards, measure_layer, responses, phase)
+    kind = config.sketch.basis
+    return {
+        "setup": {
+            "model": config.model.path,
+            "task": config.task.name,
+            "batch": measured.batch,
+            "reward": measured.reward,
+            "responses": responses,
+            "basis": kind,
+        },
+        "kinds": [
+            summarise_layers(
+                path,
+                values,
+                measured.shapes[path],
+                measured.ranks[path],
+                kind,
+                energies,
+            )
+            for path, values in measured.layers.items()
+        ],
+    }
+
+
+class Measured(NamedTuple):
+    """What :func:`measure_gradients` finds; mappings are by dotted path of a layer."""
+
+    layers: dict[str, dict[str, np.ndarray]]  # the measurements, (*layers, ...)
+    shapes: dict[str, tuple[int, int]]  # (d, k) of each weight
+    ranks: dict[str, int]  # of the sketches
+    batch: int  # responses sampled
+    reward: float  # their mean
+
+
+def measure_gradients(
+    config: Config,
+    rewards: RewardPool,
+    measure: Measure,
+    responses: int,
+    phase: Callable[[str], AbstractContextManager],
+) -> Measured:
+    """Sample and score one batch as a run would, and look at its policy gradient.
+
+    Args:
+        config: of the run.
+        rewards: scores the batch.
+        measure: what is measured of each layer; see :mod:`logra_jax.algorithm.capture`.
+            Its ``gradient`` is the squared norm.
+        responses: whose gradient is measured.
+        phase: context that shows what is being done.
+
+    Raises:
+        ValueError: a bad model or task, or a batch without a gradient.
+    """
     task = load_task(config)
     with phase("loading the model"):
         policy, weights = load_policy(config, task, model_directory(config))
@@ -115,15 +171,15 @@ def measure_spectrum(
     with phase("reward"):
         scores = rewards.score(questions, texts)
     batch = to_batch(completions, scores.values)
-    measure = build_measuring(
+    measuring = build_measuring(
         policy.graph,
         policy.probes,
         loss_options_of(config),
-        measure_layer,
+        measure,
         responses=responses,
     )
     with phase("measuring gradients"):
-        found = measure(weights, RunningMean.zero(), batch)
+        found = measuring(weights, RunningMean.zero(), batch)
     reward = float(np.mean(scores.values))
     if not all(values["gradient"].any() for values in found.values()):
         raise ValueError(
@@ -131,28 +187,12 @@ def measure_spectrum(
             f"{len(questions)} of mean reward {reward:.3g}, which have no gradient; "
             "raise it, or choose a task that the model solves now and then."
         )
-    ranks, kind = ranks_of(policy.probes), config.sketch.basis
-    kernels = {
-        ".".join(map(str, path[:-1])): value.shape
+    shapes = {
+        ".".join(map(str, path[:-1])): value.shape[:-3:-1]
         for path, value in nnx.to_flat_state(weights)
         if path[-1] == "kernel"
     }
-    return {
-        "setup": {
-            "model": config.model.path,
-            "task": config.task.name,
-            "batch": len(questions),
-            "reward": reward,
-            "responses": responses,
-            "basis": kind,
-        },
-        "kinds": [
-            summarise_layers(
-                path, values, kernels[path][:-3:-1], ranks[path], kind, energies
-            )
-            for path, values in found.items()
-        ],
-    }
+    return Measured(found, shapes, ranks_of(policy.probes), len(questions), reward)
 
 
 def measure_layer(

@@ -33,6 +33,7 @@ from logra_jax.training.checkpoint import (
     write_config,
 )
 from logra_jax.training.collect import Collector
+from logra_jax.training.conclude import show_outcome
 from logra_jax.training.config import load_config, to_yaml
 from logra_jax.training.data_record import (
     check_data_record,
@@ -57,11 +58,9 @@ from logra_jax.training.layout import first_state, gradient_shapes
 from logra_jax.training.memory import memory_parts, usage
 from logra_jax.training.minibatches import Minibatches
 from logra_jax.training.paths import default_run_dir
-from logra_jax.training.plots import write_plots
 from logra_jax.training.policy import Policy, basis_of, load_policy, model_directory
 from logra_jax.training.recorder import Recorder, Row
 from logra_jax.training.remote import Remote
-from logra_jax.training.rollout_metrics import responses_per_second
 from logra_jax.training.schema import Config
 from logra_jax.training.scoring import build_rewards
 from logra_jax.training.state import TrainState
@@ -481,19 +480,6 @@ class _Run:
             export_model(
                 self.policy.method, weights, self.source, self.run_dir / MODEL_DIRECTORY
             )
-        from_leader(self._conclude, step)
-
-    def _conclude(self, step: int) -> None:
-        """Show what the run came to; ``step`` is that of the exported model."""
-        with self.display.phase("drawing plots"):
-            write_plots(self.run_dir)
-        rows = [row for row in read_metrics(self.run_dir) if is_evaluated(row)]
-        if len(rows) > 1:
-            exported = [row for row in rows if row["step"] == step]
-            self.display.before_after(rows[0], [rows[-1], *exported][-1])
-        self.display.samples(self.evaluator.shown)
-        rate = responses_per_second(read_metrics(self.run_dir))
-        self.display.note(f"rewards: {rate:.3g} responses scored a second")
-        model = self.run_dir / MODEL_DIRECTORY
-        self.display.note(f"trained model, of step {step}: {model}")
-        self.display.note(f"metrics, samples, plots, checkpoints: {self.run_dir}")
+        from_leader(
+            show_outcome, self.run_dir, self.display, self.evaluator.shown, step
+        )

@@ -1,0 +1,33 @@
+"""What a study ran on."""
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+_PACKAGES = ("logra-jax", "jax", "flax", "optax")
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def describe_machine() -> dict[str, Any]:
+    """``device``, in words, and ``versions``."""
+    devices = jax.local_devices()
+    name = devices[0].device_kind
+    if devices[0].platform == "cpu":
+        device = f"{os.cpu_count()} CPU cores ({_processor()})"
+    else:
+        device = f"{len(devices)} x {name}" if len(devices) > 1 else name
+    versions = {"python": platform.python_version()}
+    versions |= {name: metadata.version(name) for name in _PACKAGES}
+    return {"device": device, "versions": versions}
+
+
+def _processor() -> str:
+    if _CPUINFO.exists():
+        for line in _CPUINFO.read_text().splitlines():
+            if line.startswith("model name"):
+                return " ".join(line.partition(":")[2].split())
+    return platform.processor() or platform.machine()

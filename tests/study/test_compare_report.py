@@ -1,0 +1,147 @@
+"""What a study says of its runs, from journals whose numbers are known."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from logra_jax.study.compare import write_results
+from logra_jax.study.compare_report import write_report
+from logra_jax.study.matrix import Study, load_study
+from logra_jax.study.summary import Spread, max_of_mean, summarise_run
+from logra_jax.training.journal import Journal
+
+BASE = "model: {path: a-model}\ntrain: {steps: 5}\n"
+STUDY = """\
+config: base.yaml
+seeds: [0, 1]
+axes: {method: {logra: {}, adamw: {optimizer.kind: adamw}}}
+baseline: {method: adamw}
+"""
+MACHINE = {"device": "a card", "versions": {"jax": "0.1"}}
+
+
+def write_run(run_dir: Path, *, gib: float, accuracy: float, steps: int = 5) -> None:
+    """Updates of ``gib``, one more in each; the first, which compiles, of ten times."""
+    with Journal(run_dir, resume_step=None) as journal:
+        score = {"heldout/sampled_se": 0.1, "heldout/sampled_n": 64}
+        parts = {"program": 0.5, "weights": 1.0, "sketches": 0.25, "optimizer": 0.125}
+        first = {f"memory/{name}_gib": size for name, size in parts.items()}
+        journal.write(0, {"heldout/sampled": 0.1, "seconds/total": 10.0} | score | first)
+        for step in range(1, steps + 1):
+            row = {
+                "reward": 0.1 * step,
+                "length/mean": 20.0 - step,
+                "length/truncated": 0.5,
+                "kl/predicted": 1e-2,
+                "kl/realised": 1.1e-2,
+                "seconds/step": float(step),
+                "seconds/compile": 4.0 if step == 1 else 0.0,
+                "seconds/total": 10.0 + 3.0 * step,
+                "memory/update_peak_gib": 10 * gib if step == 1 else gib + step,
+                "memory/step_peak_gib": gib + step + 2,
+            }
+            if step == steps:
+                row |= {"heldout/sampled": accuracy} | score
+            journal.write(step, row)
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Study:
+    (tmp_path / "base.yaml").write_text(BASE)
+    (tmp_path / "study.yaml").write_text(STUDY)
+    return load_study(tmp_path / "study.yaml")
+
+
+def finish(study: Study, study_dir: Path, *, failing: str = "") -> str:
+    """The report of a study whose cells are done, those of one method by failing."""
+    for cell in study.cells:
+        cell_dir = study_dir / "cells" / cell.name
+        cell_dir.mkdir(parents=True)
+        method, seed = cell.labels["method"], cell.seed
+        outcome = {"status": "finished", "wall_seconds": 60.0}
+        if method == failing:
+            outcome |= {"status": "failed", "phase": "update", "type": "XlaError"}
+            outcome |= {"message": "RESOURCE_EXHAUSTED: Out of memory | 80 GiB"}
+        else:
+            gib = {"logra": 2.0, "adamw": 6.0}[method] + seed
+            write_run(cell_dir / "run", gib=gib, accuracy=0.5 + 0.1 * seed)
+            (cell_dir / "machine.json").write_text(json.dumps(MACHINE))
+        (cell_dir / "outcome.json").write_text(json.dumps(outcome))
+    records = write_results(study, study_dir)
+    return write_report(study, study_dir, records).read_text()
+
+
+def row(report: str, section: str, label: str) -> list[str]:
+    """Cells of the first line of a section's tables that begins with a label."""
+    text = report.split(f"## {section}")[1]
+    line = next(x for x in text.splitlines() if x.startswith(f"| {label} |"))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_a_run_in_numbers(tmp_path: Path):
+    write_run(tmp_path / "run", gib=2.0, accuracy=0.75)
+    found = summarise_run(tmp_path / "run")
+    assert found["steps"] == 5
+    score = found["evaluations"]["heldout/sampled"]
+    assert (score["before"], score["after"], score["n"]) == (0.1, 0.75, 64)
+    assert found["reward"] == pytest.approx({"first": 0.1, "last": 0.5, "mean": 0.3})
+    assert found["kl"]["ratio"] == pytest.approx(1.1)
+    assert found["kl"]["sum"] == pytest.approx(5.5e-2)
+    # Updates 2 to 5 compiled nothing: 4, 5, 6 and 7 GiB. The worst is of all.
+    memory = found["memory_gib"]
+    assert (memory["mean"], memory["worst"], memory["step"]) == (5.5, 20.0, 7.5)
+    assert memory["activations"] == pytest.approx(5.5 - 0.5 - 1.0 - 0.25 - 0.125)
+    assert found["seconds"]["step"] == 3.5
+    assert found["seconds"]["end_to_end"] == 3.0
+
+
+def test_the_highest_point_of_the_mean_curve_is_of_steps_that_all_runs_have():
+    assert max_of_mean([{1: 2.0, 2: 5.0}, {1: 4.0, 2: 3.0, 3: 99.0}]) == 4.0
+    assert max_of_mean([]) is None
+
+
+def test_a_spread_leaves_out_what_is_no_number():
+    assert Spread.of([1.0, None, float("nan"), 3.0]) == Spread(2.0, 1.0, 3.0, 2)
+    assert Spread.of([None]) is None
+
+
+def test_statistics_of_memory_are_named_and_a_saving_is_of_measured_means(
+    study: Study, tmp_path: Path
+):
+    report = finish(study, tmp_path / "out")
+    # Means of seeds 0 and 1: 5.5 and 6.5 against 9.5 and 10.5.
+    cells = row(report, "Memory", "method=logra")
+    assert cells[1:4] == ["6.00 [5.50 to 6.50]", "7.50", "30.00"]
+    assert cells[5] == "40.0 %"
+    assert row(report, "Memory", "method=adamw")[5] == "baseline"
+    assert "saving of the mean against method=adamw" in report
+    assert "The rollout side is **not** in these" in report
+    assert row(report, "Accuracy", "method=logra")[3] == "0.550 [0.500 to 0.600]"
+    assert row(report, "Time", "method=logra")[1:3] == ["3.50 [2.30 to 4.70]", "3.00"]
+    assert row(report, "KL", "method=logra")[3] == "1.10 [1.10 to 1.10]"
+
+
+def test_no_saving_is_computed_against_a_baseline_that_failed(
+    study: Study, tmp_path: Path
+):
+    report = finish(study, tmp_path / "out", failing="adamw")
+    cells = row(report, "Memory", "method=logra")
+    assert cells[5] == "not measurable (the baseline failed in update)"
+    assert row(report, "Memory", "method=adamw")[1] == "failed in update"
+    failed = report.split("## Failed")[1]
+    assert failed.count("RESOURCE_EXHAUSTED: Out of memory \\| 80 GiB") == 2
+
+
+def test_a_conclusion_names_model_task_machine_and_seeds(study: Study, tmp_path: Path):
+    report = finish(study, tmp_path / "out")
+    (line,) = [line for line in report.splitlines() if line.startswith("On ")]
+    assert "On a-model, chain_sum (reasoning_gym), a card, 2 seeds:" in line
+    assert "the ranges of `method=adamw` overlap with it" in line
+    assert "least for `method=logra`: 6.00 GiB" in line
+
+
+def test_the_same_records_give_the_same_report(study: Study, tmp_path: Path):
+    report = finish(study, tmp_path / "out")
+    records = write_results(study, tmp_path / "out")
+    assert write_report(study, tmp_path / "out", records).read_text() == report
