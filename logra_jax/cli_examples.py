@@ -6,6 +6,8 @@ examples:
   logra train configs/quickstart.yaml train.steps=2 run_dir=runs/try
   logra train configs/quickstart.yaml sketch.rank=64 kl.budget=constant kl.start=5e-3
   logra train configs/quickstart.yaml resume=runs/quickstart-20260101-120000
+the baselines, in the same loop: adamw, lora, galore
+  logra train configs/quickstart.yaml optimizer.kind=galore optimizer.projection_gap=6
 ended by an alarm, with exit status 3, a checkpoint, and the best one as the model:
   logra train configs/quickstart.yaml 'monitor.stop_on=[eval_drop, repetition]'
 one run of several processes, on one mesh of all their devices; SLURM, Kubernetes and
@@ -56,7 +58,8 @@ examples:
 """
 PLAN = """\
 No weights are needed: the step is compiled for shapes alone, on virtual devices of the
-CPU. `model.preset=NAME` plans for a well-known model in place of the config's.
+CPU. `model.preset=NAME` plans for a well-known model in place of the config's. GaLore
+is left out: its SVDs work in memory that the compiler does not count.
 
 examples:
   logra plan configs/plan-7b.yaml

@@ -17,18 +17,20 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from logra_jax.algorithm.galore import GAP
 from logra_jax.models.presets import PRESETS
-from logra_jax.study.galore import GAP, stacked_galore
 from logra_jax.study.plan import GIB, measure
 from logra_jax.study.trial import (
     Kind,
     Trial,
     Workload,
     build_trial,
+    configure,
     model_name,
     shapes_of,
     workload_of,
 )
+from logra_jax.training.assemble import build_optimizer
 from logra_jax.training.display import Display
 from logra_jax.training.memory import device_bytes
 from logra_jax.training.schema import Config
@@ -38,7 +40,7 @@ METHODS: dict[str, Kind] = {
     "logra, no KL": "logra",
     "logra": "logra",
     "lora": "lora",
-    "galore": "adamw",
+    "galore": "galore",
     "adamw": "adamw",
 }
 # Of a device's memory, that the states of all methods may fill at once.
@@ -152,7 +154,7 @@ def bench_step(
 
 def _runs(config: Config, work: Workload) -> list[_Run]:
     def build(name: str) -> Callable[[bool], Trial]:
-        optimizer = _galore(config) if name == "galore" else None
+        optimizer = _galore(config, work) if name == "galore" else None
 
         def build(is_abstract: bool) -> Trial:
             return build_trial(
@@ -183,15 +185,11 @@ def _run_beside(config: Config, beside: str, work: Workload) -> _Run:
     return _Run(model_name(config), build)
 
 
-def _galore(config: Config) -> optax.GradientTransformation:
+def _galore(config: Config, work: Workload) -> optax.GradientTransformation:
     """GaLore between two SVDs, which take a small share of its updates."""
-    rank = config.sketch.rank
-    rank = rank if isinstance(rank, int) else max(rank.values())
-    clip = config.optimizer.clip_norm
-    return optax.chain(
-        optax.identity() if clip is None else optax.clip_by_global_norm(clip),
-        stacked_galore(1e-6, rank, first_count=1),
-    )
+    config = configure(config, "galore", work)
+    rule = dataclasses.replace(config.optimizer, projection_gap=GAP)
+    return build_optimizer(dataclasses.replace(config, optimizer=rule), first_count=1)
 
 
 def _attempt(run: _Run, phase: str, action: Callable[[], None]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Key
 
+from logra_jax.algorithm.galore import stacked_galore
 from logra_jax.algorithm.predicted_kl import scale_by_predicted_kl
 from logra_jax.algorithm.row_adam import scale_by_row_adam
 from logra_jax.rl.tasks import EvalSet, Question, Task, draw
@@ -79,26 +80,47 @@ def load_eval_sets(config: Config, task: Task) -> list[EvalSet]:
     ]
 
 
-def build_optimizer(config: Config) -> optax.GradientTransformation:
-    """Gradients or sketches -> proposal: clip, RowAdam or AdamW, learning rate."""
-    options, clip_norm = config.optimizer.settled, config.optimizer.clip_norm
+def build_optimizer(
+    config: Config, *, first_count: int = 0
+) -> optax.GradientTransformation:
+    """Gradients or sketches -> proposal: clip, the kind's own rule, learning rate.
+
+    Args:
+        config: a run's.
+        first_count: updates that GaLore takes for done already; 0 has it begin with
+            SVDs, as it must to train.
+    """
+    clip_norm = config.optimizer.clip_norm
     clip = (
         optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
     )
-    if config.optimizer.kind == "logra":
+    options, kind = config.optimizer.settled, config.optimizer.kind
+    if kind == "logra":
         return optax.chain(
             clip,
             scale_by_row_adam(options.b2, options.eps),
             optax.scale_by_learning_rate(options.learning_rate),
         )
-    adamw = optax.adamw(
-        options.learning_rate,
-        options.b1,
-        options.b2,
-        options.eps,
-        weight_decay=options.weight_decay,
-    )
-    return optax.chain(clip, adamw)
+    if kind == "galore":
+        rule = stacked_galore(
+            options.learning_rate,
+            config.sketch.rank,
+            gap=options.projection_gap,
+            b1=options.b1,
+            b2=options.b2,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            first_count=first_count,
+        )
+    else:
+        rule = optax.adamw(
+            options.learning_rate,
+            options.b1,
+            options.b2,
+            options.eps,
+            weight_decay=options.weight_decay,
+        )
+    return optax.chain(clip, rule)
 
 
 def build_controller(config: Config) -> optax.GradientTransformationExtraArgs:

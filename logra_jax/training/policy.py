@@ -41,6 +41,8 @@ from logra_jax.training.schema import Config
 # All exchanges of a program go by one name there, and may run at the same time: one is
 # given another's parts (NaN), or all wait for ever. GPUs order them.
 CPU_EXCHANGES_MIX = jax.__version_info__ >= (0, 12)
+# Kinds that differ in what the optimizer makes of a kernel's gradient alone.
+WHOLE_GRADIENTS = ("adamw", "galore")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +232,7 @@ def trainable(config: Config, model: Decoder) -> Decoder:
     """
     rank, match = config.sketch.rank, config.sketch.match
     kind = config.optimizer.kind
-    if kind == "adamw":
+    if kind in WHOLE_GRADIENTS:
         return dense(model, match, config.seed)
     if kind == "lora":
         alpha = config.optimizer.settled.lora_alpha
@@ -241,7 +243,7 @@ def trainable(config: Config, model: Decoder) -> Decoder:
 def method_of(config: Config, model: Decoder) -> Method:
     """How a :func:`trainable` model (or its shapes) is trained."""
     kind, rounding = config.optimizer.kind, config.sketch.rounding
-    if kind == "adamw":
+    if kind in WHOLE_GRADIENTS:
         return adamw_method(model, rounding=rounding)
     if kind == "lora":
         return lora_method(model)

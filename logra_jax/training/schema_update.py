@@ -54,12 +54,14 @@ class Hyperparameters(NamedTuple):
     eps: float
     weight_decay: float
     lora_alpha: float
+    projection_gap: int
 
 
 _USUAL = {
-    "logra": Hyperparameters(1e-4, 0.0, 0.95, 1e-12, 0.0, 0.0),
-    "adamw": Hyperparameters(1e-6, 0.9, 0.999, 1e-8, 0.01, 0.0),
-    "lora": Hyperparameters(1e-4, 0.9, 0.999, 1e-8, 0.0, 32.0),
+    "logra": Hyperparameters(1e-4, 0.0, 0.95, 1e-12, 0.0, 0.0, 0),
+    "adamw": Hyperparameters(1e-6, 0.9, 0.999, 1e-8, 0.01, 0.0, 0),
+    "lora": Hyperparameters(1e-4, 0.9, 0.999, 1e-8, 0.0, 32.0, 0),
+    "galore": Hyperparameters(1e-5, 0.9, 0.999, 1e-8, 0.0, 0.0, 200),
 }
 
 
@@ -69,16 +71,19 @@ class OptimizerConfig:
 
     null is the usual value of the kind:
 
-    | kind | learning_rate | b1 | b2 | eps | weight_decay | lora_alpha |
+    | kind | learning_rate | b1 | b2 | eps | weight_decay | |
     |---|---|---|---|---|---|---|
     | logra | 1e-4 | | 0.95 | 1e-12 | | |
     | adamw | 1e-6 | 0.9 | 0.999 | 1e-8 | 0.01 | |
-    | lora | 1e-4 | 0.9 | 0.999 | 1e-8 | 0 | 32 |
+    | lora | 1e-4 | 0.9 | 0.999 | 1e-8 | 0 | lora_alpha 32 |
+    | galore | 1e-5 | 0.9 | 0.999 | 1e-8 | 0 | projection_gap 200 |
     """
 
-    kind: Literal["logra", "adamw", "lora"] = "logra"
+    kind: Literal["logra", "adamw", "lora", "galore"] = "logra"
     """`logra`: RowAdam on sketches; `adamw`: AdamW on whole kernels; `lora`: AdamW on
-    adapters of rank `sketch.rank` beside frozen kernels."""
+    adapters of rank `sketch.rank` beside frozen kernels; `galore`: Adam on whole
+    kernels' gradients, projected to `sketch.rank` singular vectors of an earlier one
+    (`optax.contrib.galore`)."""
     learning_rate: float | None = None
     """Proposed step size; with a KL budget only the ratio to `kl.alpha_max` matters."""
     b1: float | None = None
@@ -92,6 +97,9 @@ class OptimizerConfig:
     `learning_rate`; not of `logra`."""
     lora_alpha: float | None = None
     """The adapters' product is multiplied by this over the rank; of `lora` alone."""
+    projection_gap: int | None = None
+    """Updates from one SVD of the gradients to the next; of `galore` alone. The first
+    update has one; let a short run have several."""
     clip_norm: float | None = 1.0
     """Largest global norm of the gradient (or sketches); null leaves it alone."""
 
@@ -99,16 +107,17 @@ class OptimizerConfig:
         """Check values."""
         kind, usual = self.kind, _USUAL[self.kind]
         for name, kinds in (
-            ("b1", ("adamw", "lora")),
-            ("weight_decay", ("adamw", "lora")),
+            ("b1", ("adamw", "lora", "galore")),
+            ("weight_decay", ("adamw", "lora", "galore")),
             ("lora_alpha", ("lora",)),
+            ("projection_gap", ("galore",)),
         ):
             require(
                 kind in kinds or getattr(self, name) is None,
                 f"optimizer.{name}",
                 getattr(self, name),
                 f"be null when `optimizer.kind` is {kind}",
-                f"it is for optimizer.kind={' and '.join(kinds)}",
+                f"it is for optimizer.kind={_listed(kinds)}",
             )
         for name in ("learning_rate", "eps", "lora_alpha"):
             value, hint = getattr(self, name), f"{getattr(usual, name):g} is usual"
@@ -116,6 +125,8 @@ class OptimizerConfig:
         for name in ("b1", "b2"):
             require_if_set(_decay, f"optimizer.{name}", getattr(self, name))
         require_if_set(_not_negative, "optimizer.weight_decay", self.weight_decay)
+        gap = self.projection_gap
+        require_if_set(_positive_count, "optimizer.projection_gap", gap)
         hint = "use null for no clipping"
         require_if_set(positive, "optimizer.clip_norm", self.clip_norm, hint)
 
@@ -183,12 +194,21 @@ class KLConfig:
             )
 
 
+def _listed(words: tuple[str, ...]) -> str:
+    """Such as: a, b and c."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
 def _decay(name: str, value: float) -> None:
     require(0 <= value < 1, name, value, "lie in [0, 1)")
 
 
 def _not_negative(name: str, value: float) -> None:
     require(0 <= value < math.inf, name, value, "be finite and not negative")
+
+
+def _positive_count(name: str, value: int) -> None:
+    at_least(name, value, 1, "200 is usual")
 
 
 def _rank(name: str, value: Any, rule: str) -> None:

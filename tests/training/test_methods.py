@@ -1,4 +1,4 @@
-"""Dense AdamW and LoRA in the loop that LoGRA runs in, and their steps' oracles."""
+"""Dense AdamW, LoRA and GaLore in LoGRA's loop, and their steps' oracles."""
 
 import functools
 from collections.abc import Callable
@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from logra_jax.algorithm.dense import WideKernel, dense, land_dense, widen
+from logra_jax.algorithm.galore import GAP
 from logra_jax.algorithm.lora import LoRAFactor
 from logra_jax.models import stack as stack_module
 from logra_jax.models.attention import Span
@@ -149,6 +150,48 @@ def test_adamw_takes_the_steps_of_optax_on_a_plain_float32_model(tiny_config: Pa
         np.testing.assert_allclose(found[path], expected, atol=1e-3 * moved)
     for landing in landings.values():
         np.testing.assert_allclose(landing.landed, landing.intended, rtol=1e-3)
+
+
+def test_galore_takes_the_steps_of_optax_on_each_matrix_of_a_plain_model(
+    tiny_config: Path,
+):
+    """Two of them, decay and clipping included, the second along older vectors."""
+    options = ["learning_rate=1e-2", "weight_decay=0.1", "eps=1e-3", "clip_norm=0.5"]
+    ranks = "sketch.rank={mlp: 3, attn: 2}"
+    options = [ranks, *(f"optimizer.{option}" for option in options)]
+    config = config_of(tiny_config, "galore", *options)
+    plain = decoder(Path(str(config.model.path)))
+    model = trainable(config, plain)
+    method, weights = method_of(config, model), weights_of(model)
+    tx = build_optimizer(config)
+    state, before = tx.init(method.trained), by_layer_kernels(weights)
+    gradients, update = [], jax.jit(tx.update)
+    for _ in range(2):
+        wide, gradient = method.split(weights)[0], gradients_of(method, weights)
+        proposal, state = update(gradient, state, wide)
+        gradients.append(by_layer(gradient))
+        weights, _, factors = method.land(weights, proposal, {})
+        assert factors is None
+    norms = [sum(np.sum(np.square(g)) for g in each.values()) for each in gradients]
+    clips = [min(1.0, 0.5 / np.sqrt(norm)) for norm in norms]
+    assert min(clips) < 1
+    for path, kernels in by_layer_kernels(weights).items():
+        theirs = optax.contrib.galore(
+            1e-2,
+            rank=3 if "mlp" in path else 2,
+            base_optimizer=optax.scale_by_adam(eps=1e-3),
+            weight_decay=0.1,
+        )
+        their_update = jax.jit(theirs.update)
+        for i, kernel in enumerate(before[path]):
+            matrix, their_state = jnp.asarray(kernel), theirs.init(jnp.asarray(kernel))
+            for each, clip in zip(gradients, clips, strict=True):
+                gradient = clip * jnp.asarray(each[path][i])
+                step, their_state = their_update(gradient, their_state, matrix)
+                matrix = matrix + step
+            moved = np.abs(matrix - kernel).max()
+            assert moved > 1e-4
+            np.testing.assert_allclose(kernels[i], matrix, atol=1e-3 * moved)
 
 
 def by_layer_kernels(state: nnx.State) -> dict[tuple, np.ndarray]:
@@ -347,14 +390,22 @@ def tensors(directory: Path) -> dict[str, np.ndarray]:
     return load_file(directory / "model.safetensors")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("adamw", []),
+        ("lora", []),
+        # SVDs before and after the resumption, which goes on along the old vectors.
+        ("galore", ["optimizer.projection_gap=3"]),
+    ],
+)
 def test_a_run_trains_resumes_bit_for_bit_and_exports(
-    tiny_run: Run, tiny_model_dir: Path, tmp_path: Path, kind: str
+    tiny_run: Run, tiny_model_dir: Path, tmp_path: Path, kind: str, more: list[str]
 ):
     from logra_jax.cli import main
 
     budget = ["kl.budget=constant", "kl.start=1e-3", "kl.alpha_max=1e5"]
-    options = [f"optimizer.kind={kind}", *budget]
+    options = [f"optimizer.kind={kind}", *budget, *more]
     whole = tiny_run("whole", *options)
     rows = read_metrics(whole)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
@@ -404,9 +455,11 @@ def test_the_model_that_lora_exports_has_the_logits_of_the_adapted_one(
 
 
 def test_null_is_the_usual_value_of_the_kind(tiny_config: Path):
-    usual = {kind: config_of(tiny_config, kind).optimizer.settled for kind in KINDS}
-    assert usual["adamw"] == (1e-6, 0.9, 0.999, 1e-8, 0.01, 0.0)
-    assert usual["lora"] == (1e-4, 0.9, 0.999, 1e-8, 0.0, 32.0)
+    kinds = ("adamw", "lora", "galore")
+    usual = {kind: config_of(tiny_config, kind).optimizer.settled for kind in kinds}
+    assert usual["adamw"] == (1e-6, 0.9, 0.999, 1e-8, 0.01, 0.0, 0)
+    assert usual["lora"] == (1e-4, 0.9, 0.999, 1e-8, 0.0, 32.0, 0)
+    assert usual["galore"] == (1e-5, 0.9, 0.999, 1e-8, 0.0, 0.0, GAP)
     logra_ = load_config(tiny_config).optimizer.settled
     assert (logra_.learning_rate, logra_.b2, logra_.eps) == (1e-4, 0.95, 1e-12)
     given = config_of(tiny_config, "adamw", "optimizer.b2=0.95").optimizer.settled
@@ -418,12 +471,31 @@ def test_null_is_the_usual_value_of_the_kind(tiny_config: Path):
     [
         (
             ["optimizer.kind=sgd"],
-            "`optimizer.kind` must be one of logra, adamw, lora, got 'sgd'.",
+            "`optimizer.kind` must be one of logra, adamw, lora, galore, got 'sgd'.",
         ),
         (
             ["optimizer.b1=0.9"],
             "`optimizer.b1` must be null when `optimizer.kind` is logra, got 0.9; it "
-            "is for optimizer.kind=adamw and lora.",
+            "is for optimizer.kind=adamw, lora and galore.",
+        ),
+        (
+            ["optimizer.kind=adamw", "optimizer.projection_gap=9"],
+            "`optimizer.projection_gap` must be null when `optimizer.kind` is adamw, "
+            "got 9; it is for optimizer.kind=galore.",
+        ),
+        (
+            ["optimizer.kind=galore", "optimizer.projection_gap=0"],
+            "`optimizer.projection_gap` must be at least 1, got 0; 200 is usual.",
+        ),
+        (
+            ["optimizer.kind=galore", "optimizer.lora_alpha=16"],
+            "`optimizer.lora_alpha` must be null when `optimizer.kind` is galore, got "
+            "16.0; it is for optimizer.kind=lora.",
+        ),
+        (
+            ["optimizer.kind=galore", "train.save_updates=true"],
+            "`train.save_updates` must be false when `optimizer.kind` is galore, got "
+            "True; it is made of the sketches of optimizer.kind=logra.",
         ),
         (
             ["optimizer.weight_decay=0"],
@@ -487,3 +559,9 @@ def test_another_kind_is_another_run_but_not_a_usual_value_that_is_given(
     check_resumable(load_config(tiny_config, given), ours)
     with pytest.raises(ValueError, match=r"`optimizer.b2` must stay 0.95 .* got 0.9"):
         check_resumable(load_config(tiny_config, ["optimizer.b2=0.9"]), ours)
+
+
+def test_a_rank_that_galore_has_no_room_for_is_one_sentence(tiny_run: Run):
+    """As of the other kinds; the head of a key has 16 columns here."""
+    with pytest.raises(ValueError, match=r"`rank` must be in .* = \[1, 16\] for layer"):
+        tiny_run("run", "optimizer.kind=galore", "sketch.rank=17")
