@@ -1,5 +1,6 @@
 import doctest
 import importlib
+import inspect
 import pkgutil
 import re
 from pathlib import Path
@@ -21,6 +22,7 @@ WITH_EXAMPLES = {
     "logra_jax.algorithm.basis",
     "logra_jax.algorithm.low_rank",
     "logra_jax.algorithm.factor",
+    "logra_jax.algorithm.galore",
     "logra_jax.algorithm.merge",
     "logra_jax.algorithm.predicted_kl",
     "logra_jax.algorithm.row_adam",
@@ -29,6 +31,64 @@ WITH_EXAMPLES = {
     "logra_jax.rollout.servers",
     "logra_jax.rollout.wire",
 }
+# Names that users import from their rooms, beside those of `logra_jax` itself.
+FROM_ROOMS = (
+    "logra_jax.rl.rewards.math",
+    "logra_jax.rl.rewards.MathReward",
+    *(
+        f"logra_jax.rl.advantages.{name}"
+        for name in (
+            "RunningMean",
+            "running_mean",
+            "batch_mean",
+            "grpo",
+            "dr_grpo",
+            "rloo",
+            "reinforce_pp",
+            "whiten",
+        )
+    ),
+    *(
+        f"logra_jax.rl.losses.{name}"
+        for name in (
+            "ppo_clip",
+            "correct_mismatch",
+            "policy_loss",
+            "reinforce",
+            "cispo",
+            "gspo",
+            "token_scale",
+            "reference_kl",
+        )
+    ),
+    "logra_jax.training.config.load_config",
+    "logra_jax.training.journal.read_metrics",
+)
+PUBLIC = (*(f"logra_jax.{name}" for name in logra_jax.__all__), *FROM_ROOMS)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_shows_how_it_is_called(name: str):
+    """By an example in its own docstring, which `testmod` finds and so runs below.
+
+    It prints something, or is refused: an example without either shows nothing.
+    """
+    where, _, short = name.rpartition(".")
+    thing = getattr(importlib.import_module(where), short)
+    module = importlib.import_module(thing.__module__)
+    found = {test.name: test for test in doctest.DocTestFinder().find(module)}
+    steps = found[f"{thing.__module__}.{short}"].examples
+    assert any(step.want for step in steps)
+    assert thing.__module__ in MODULES
+
+
+def test_every_function_of_a_loss_or_of_advantages_is_among_the_public_names():
+    for room in ("logra_jax.rl.advantages", "logra_jax.rl.losses"):
+        module = importlib.import_module(room)
+        for name, thing in vars(module).items():
+            is_own = getattr(thing, "__module__", "") == room
+            if is_own and inspect.isfunction(thing) and not name.startswith("_"):
+                assert f"{room}.{name}" in PUBLIC
 
 
 @pytest.mark.parametrize("name", MODULES)

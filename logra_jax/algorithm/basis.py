@@ -50,6 +50,16 @@ class Basis:
         refresh: draw a new ``A`` after each merge (``True``), or keep the ``A`` of
             step 0 for the whole run (``False``), which first moments need.
         kind: ``"rademacher"`` (random signs) or ``"gaussian"``.
+
+    Example:
+        >>> import jax.numpy as jnp, logra_jax as logra
+        >>> basis = logra.Basis(seed=7)
+        >>> address = basis.address("up", step=3)  # of the matrix that is called so
+        >>> address[:2]
+        (7, 3)
+        >>> A = basis.matrix(jnp.array(address, jnp.uint32), rank=4, width=6)
+        >>> A.shape, set(abs(A).ravel().tolist())  # signs, over the root of the rank
+        ((4, 6), {0.5})
     """
 
     seed: int = 0

@@ -33,6 +33,14 @@ def realised_kl(
     Both policies share ``head``. Use float32 hidden states: bfloat16 activations put a
     floor of several 1e-4 nats under it. NaN for an empty mask. With ``axis_name`` the
     mean is over the tokens of all devices along those mesh axes.
+
+    Example:
+        >>> import jax.numpy as jnp, logra_jax as logra
+        >>> before, after = jnp.zeros((1, 2)), jnp.array([[0.1, 0.0]])
+        >>> head = lambda h: h  # hidden states are the logits of two words here
+        >>> kl = logra.realised_kl(before, after, head, jnp.ones(1))
+        >>> round(float(kl), 5)
+        0.00125
     """
     return change_of_policy(
         hidden_before,
@@ -101,6 +109,13 @@ def sampled_kl(
 
     Returns:
         Nats per token, NaN for an empty mask.
+
+    Example:
+        >>> import jax.numpy as jnp, logra_jax as logra
+        >>> engine, policy = jnp.log(jnp.array([[0.5, 0.25], [0.5, 0.5]]))
+        >>> kl = logra.sampled_kl(engine, policy, jnp.array([True, True]))
+        >>> round(float(kl), 4)  # the mean of 0 and of 2 - 1 - log 2
+        0.1534
     """
     return masked_mean(exp_excess(logprobs - engine_logprobs), mask)
 

@@ -69,7 +69,7 @@ def stacked_galore(
         A transformation of pytrees of kernels, whose ``init`` takes their shapes too,
         and raises ValueError for a rank outside ``[1, min(k, d)]``.
 
-    Examples:
+    Example:
         >>> stacks = {"up": {"kernel": jnp.ones((2, 6, 4))}}  # of two layers
         >>> tx = stacked_galore(0.1, rank=1)
         >>> updates, state = tx.update(stacks, tx.init(stacks), stacks)

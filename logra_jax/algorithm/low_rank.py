@@ -190,6 +190,10 @@ def check_moments(state: PyTree, probes: PyTree, basis: Basis) -> None:
         >>> adam = optax.adam(1e-3).init(probes)
         >>> logra.check_moments(adam, probes, logra.Basis(refresh=False))
         >>> logra.check_moments(optax.sgd(1e-3).init(probes), probes, logra.Basis())
+        >>> logra.check_moments(adam, probes, logra.Basis())  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+            ...
+        ValueError: `state` must hold no moments of single sketch entries while ...
     """
     if not basis.refresh:
         return

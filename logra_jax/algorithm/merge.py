@@ -132,7 +132,19 @@ def merge_measured(
     rounding: str = "stochastic",
     splits: Mapping[str, Split] | None = None,
 ) -> tuple[nnx.State, dict[str, Landing]]:
-    """:func:`merge`, and how much of the update landed, by dotted path of the layer."""
+    """:func:`merge`, and how much of the update landed, by dotted path of the layer.
+
+    Example:
+        >>> import jax, logra_jax as logra
+        >>> from flax import nnx
+        >>> model = logra.sketch(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), rank=2)
+        >>> _, probes, weights = nnx.split(model, logra.Probe, ...)
+        >>> updates = jax.tree.map(lambda p: p + 0.1, probes)
+        >>> weights, landings = logra.merge_measured(weights, updates, logra.Basis())
+        >>> landing = landings[""]  # of a model that is a layer itself
+        >>> round(float(landing.landed / landing.intended), 2)
+        1.0
+    """
     return _merge(weights, updates, basis, rounding, splits or {}, measure=True)
 
 

@@ -200,6 +200,15 @@ def predict_kl(
         ``q`` in nats per token, NaN for an empty mask, and the hidden states at
         ``probes``.
 
+    Example:
+        >>> import jax.numpy as jnp, logra_jax as logra
+        >>> hidden = lambda probe: jnp.zeros((3, 2)) + probe  # of three tokens
+        >>> head = lambda h: h  # they are the logits of two words here
+        >>> probe, update = jnp.zeros((1, 2)), jnp.array([[0.1, 0.0]])
+        >>> q, _ = logra.predict_kl(hidden, head, probe, update, jnp.ones(3))
+        >>> round(float(q), 6)  # half the variance of 0.1 and 0.0, as likely
+        0.00125
+
     Reference: LoGRA, arXiv:2610.06647.
     """
     h, h_rate = jax.jvp(hidden, (probes,), (updates,))
@@ -310,6 +319,17 @@ def predict_kl_by_difference(
     Returns:
         ``q`` in nats per token, NaN for an empty mask, and the hidden states at
         ``probes``.
+
+    Example:
+        >>> import jax.numpy as jnp, logra_jax as logra
+        >>> hidden = lambda probe: jnp.zeros((3, 2)) + probe  # of three tokens
+        >>> head = lambda h: h  # they are the logits of two words here
+        >>> probe, update = jnp.zeros((1, 2)), jnp.array([[0.1, 0.0]])
+        >>> q, _ = logra.predict_kl_by_difference(
+        ...     hidden, head, probe, update, jnp.ones(3)
+        ... )
+        >>> round(float(q), 6)  # half the variance of 0.1 and 0.0, as likely
+        0.00125
 
     Reference: LoGRA, arXiv:2610.06647 (finite-difference probe, mismatch subtraction).
     """

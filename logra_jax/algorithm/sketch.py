@@ -66,7 +66,18 @@ MATRIX = "matrix"
 
 
 class Probe(nnx.Variable):
-    """The zero perturbation ``p`` (..., d, r), float32; its cotangent is the sketch."""
+    """The zero perturbation ``p`` (..., d, r), float32; its cotangent is the sketch.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, logra_jax as logra
+        >>> from flax import nnx
+        >>> model = logra.sketch(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), rank=2)
+        >>> graph, probes, weights = nnx.split(model, logra.Probe, ...)
+        >>> x = jnp.ones((1, 8))
+        >>> loss = lambda probes: nnx.merge(graph, probes, weights)(x).sum()
+        >>> jax.grad(loss)(probes)["probe"].shape
+        (4, 2)
+    """
 
 
 class BasisAddress(nnx.Variable):
@@ -202,6 +213,14 @@ def perturbed_matmul(
 
     ``jax.jvp`` along ``probe`` gives the rate of change under an update; a finite
     ``probe`` gives the updated projection without touching ``w``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, logra_jax as logra
+        >>> key, x, w = jax.random.key(0), jnp.ones((5, 4)), jnp.ones((4, 3))
+        >>> probe, A = jnp.full((3, 2), 0.1), logra.basis_matrix(key, 2, 4)
+        >>> y = logra.perturbed_matmul(x, w, probe, key)
+        >>> bool(jnp.allclose(y, x @ (w + (probe @ A).T)))
+        True
     """
     return _perturbed(x, w, probe, key, _Rule(kind))
 
@@ -222,6 +241,17 @@ class SketchedLinear(TrainedLinear):
         probe: (..., d, r) float32 zeros.
         address: (..., 3) uint32, where ``A`` is drawn from.
         basis: static rule that turns the address into a key.
+
+    Example:
+        >>> import jax, logra_jax as logra
+        >>> from flax import nnx
+        >>> up, down = (nnx.Linear(*n, rngs=nnx.Rngs(0)) for n in ((8, 4), (4, 2)))
+        >>> model = nnx.Sequential(up, jax.nn.relu, down)
+        >>> model = logra.sketch(model, rank=2, match="layers.0")
+        >>> [isinstance(layer, logra.SketchedLinear) for layer in model.layers]
+        [True, False, False]
+        >>> model.layers[0].kernel.shape, model.layers[0].probe.shape
+        ((8, 4), (4, 2))
     """
 
     def __init__(
@@ -359,6 +389,16 @@ def perturbed(model: Model) -> Model:
 
     For ``jax.jvp`` along the probes and for finite probes, see
     :func:`perturbed_matmul`. The split of the result has the same states.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, logra_jax as logra
+        >>> from flax import nnx
+        >>> model = logra.sketch(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), rank=2)
+        >>> graph, probes, weights = nnx.split(logra.perturbed(model), logra.Probe, ...)
+        >>> f = lambda probes: nnx.merge(graph, probes, weights)(jnp.ones((1, 8)))
+        >>> y, rate = jax.jvp(f, (probes,), (jax.tree.map(jnp.ones_like, probes),))
+        >>> rate.shape
+        (1, 4)
     """
     model = nnx.clone(model)
     for _, module in nnx.iter_modules(model):

@@ -10,7 +10,12 @@ _ROUNDING = 8 * float(jnp.finfo(jnp.float32).eps)  # of a mean, relative
 
 
 class RunningMean(NamedTuple):
-    """State of :func:`running_mean`; start from ``RunningMean.zero()``."""
+    """State of :func:`running_mean`; start from ``RunningMean.zero()``.
+
+    Example:
+        >>> float(RunningMean.zero().weight)
+        0.0
+    """
 
     total: Float32[Array, ""]  # decayed sum of rewards
     weight: Float32[Array, ""]  # decayed count of batches; 0 before the first
@@ -38,6 +43,13 @@ def running_mean(
         state: of the batches before it.
         decay: gamma in ``[0, 1]``; 1 weighs all past batches alike.
 
+    Example:
+        >>> state = RunningMean.zero()
+        >>> for rewards in ([0.0, 1.0], [1.0, 1.0]):
+        ...     advantages, state = running_mean(jnp.array(rewards), state, decay=0.9)
+        >>> advantages.tolist()  # against 0.5, the mean of the batch before
+        [0.5, 0.5]
+
     Reference: the baseline of LoGRA's experiments, arXiv:2610.06647.
     """
     rewards = rewards.astype(jnp.float32)
@@ -53,6 +65,10 @@ def running_mean(
 
 def batch_mean(rewards: Float[Array, " batch"]) -> Float32[Array, " batch"]:
     r"""Reward minus the batch's mean: :math:`A_i = r_i - \bar r`.
+
+    Example:
+        >>> batch_mean(jnp.array([1.0, 0.0, 0.0, 1.0])).tolist()
+        [0.5, -0.5, -0.5, 0.5]
 
     Reference: REINFORCE with a baseline, Williams, Machine Learning 8, 1992.
     """
@@ -76,6 +92,10 @@ def grpo(
     Raises:
         ValueError: ``group`` does not divide the batch.
 
+    Example:
+        >>> grpo(jnp.array([1.0, 0.0, 1.0, 1.0]), group=2).tolist()
+        [1.0, -1.0, 0.0, 0.0]
+
     Reference: GRPO, DeepSeekMath, arXiv:2402.03300.
     """
     groups = _groups(rewards, group)
@@ -92,6 +112,10 @@ def dr_grpo(rewards: Float[Array, " batch"], group: int) -> Float32[Array, " bat
 
     Args and errors are those of :func:`grpo`.
 
+    Example:
+        >>> dr_grpo(jnp.array([1.0, 0.0, 1.0, 1.0]), group=2).tolist()
+        [0.5, -0.5, 0.0, 0.0]
+
     Reference: Dr. GRPO, arXiv:2503.20783.
     """
     return _centred(_groups(rewards, group)).reshape(-1)
@@ -106,6 +130,10 @@ def rloo(rewards: Float[Array, " batch"], group: int) -> Float32[Array, " batch"
     A baseline that does not hang on the response itself keeps the gradient unbiased.
 
     Args and errors are those of :func:`grpo`; a group has at least two responses.
+
+    Example:
+        >>> rloo(jnp.array([1.0, 0.0, 1.0, 1.0]), group=2).tolist()
+        [1.0, -1.0, 0.0, 0.0]
 
     Reference: RLOO, arXiv:2402.14740 (Kool et al., 2019).
     """
@@ -130,6 +158,10 @@ def reinforce_pp(
 
     Args and errors are those of :func:`grpo`.
 
+    Example:
+        >>> reinforce_pp(jnp.array([1.0, 0.0, 0.0, 1.0])).tolist()
+        [1.0, -1.0, -1.0, 1.0]
+
     Reference: REINFORCE++ and its baseline form, arXiv:2501.03262.
     """
     groups = _groups(rewards, group)
@@ -142,6 +174,10 @@ def whiten(
     r"""Advantages shifted and scaled to mean 0 and deviation 1 over the batch.
 
     .. math:: (A_i - \bar A) / \max(\sigma_A, \sigma_{min})
+
+    Example:
+        >>> whiten(jnp.array([3.0, 1.0])).tolist()
+        [1.0, -1.0]
     """
     centred = batch_mean(advantages)
     return centred / jnp.maximum(jnp.std(centred), std_floor)

@@ -42,6 +42,15 @@ def ppo_clip(
     Returns:
         Loss per token, and where the clip cut the gradient off.
 
+    Example:
+        >>> now, then = jnp.log(jnp.array([[[0.5, 0.4]], [[0.25, 0.4]]]))
+        >>> mask = jnp.array([[True, True]])
+        >>> loss, is_clipped = ppo_clip(now, then, jnp.array([1.0]), mask)
+        >>> [round(x, 3) for x in loss[0].tolist()]  # a ratio of 2 counts as 1.2
+        [-1.2, -1.0]
+        >>> is_clipped.tolist()
+        [[True, False]]
+
     Reference: PPO, arXiv:1707.06347; apart clip bounds: DAPO, arXiv:2503.14476.
     """
     # Padding may hold any log-probability: exp of it must not turn into inf * 0.
@@ -105,6 +114,12 @@ def correct_mismatch(
     Raises:
         ValueError: an unknown ``level``.
 
+    Example:
+        >>> now, engine = jnp.log(jnp.array([[[0.9, 0.4]], [[0.3, 0.4]]]))
+        >>> found = correct_mismatch(now, engine, jnp.array([[True, True]]), cap=2.0)
+        >>> found.weights.tolist(), found.is_capped.tolist()  # of 3 and 1
+        ([[2.0, 1.0]], [[True, False]])
+
     References:
         The cap: Ionides, Truncated Importance Sampling, JCGS 17(2), 2008; against the
         engine, by token: Yao et al., Your Efficient RL Framework Secretly Brings You
@@ -163,6 +178,13 @@ def policy_loss(
 
     Raises:
         ValueError: an unknown ``kind``.
+
+    Example:
+        >>> now, then = jnp.log(jnp.array([[[0.5, 0.4]], [[0.25, 0.4]]]))
+        >>> mask = jnp.array([[True, True]])
+        >>> loss, _ = policy_loss("cispo", now, then, jnp.array([1.0]), mask)
+        >>> [round(x, 3) for x in loss[0].tolist()]  # -1.2 log 0.5, and -log 0.4
+        [0.832, 0.916]
     """
     # NaN counts, and shows.
     counts = mask if weights is None else mask & (weights != 0)
@@ -191,6 +213,11 @@ def reinforce(
     No ratio and no clip: several updates on one batch, or responses of older weights,
     bias it.
 
+    Example:
+        >>> logprobs, mask = jnp.array([[-1.0, -2.0]]), jnp.array([[True, True]])
+        >>> reinforce(logprobs, jnp.array([0.5]), mask).tolist()
+        [[0.5, 1.0]]
+
     Reference: REINFORCE, Williams, Machine Learning 8, 1992.
     """
     logprobs = jnp.where(mask, logprobs.astype(jnp.float32), 0.0)
@@ -218,6 +245,15 @@ def cispo(
 
     Returns:
         Loss per token, and where the weight was clipped.
+
+    Example:
+        >>> now, then = jnp.log(jnp.array([[[0.5, 0.4]], [[0.25, 0.4]]]))
+        >>> mask = jnp.array([[True, True]])
+        >>> loss, is_clipped = cispo(now, then, jnp.array([1.0]), mask)
+        >>> [round(x, 3) for x in loss[0].tolist()]  # -1.2 log 0.5, and -log 0.4
+        [0.832, 0.916]
+        >>> is_clipped.tolist()
+        [[True, False]]
 
     Reference: CISPO, MiniMax-M1, arXiv:2506.13585.
     """
@@ -263,6 +299,13 @@ def gspo(
     Returns:
         Loss per token, and where the clip cut the gradient off: whole responses.
 
+    Example:
+        >>> now, then = jnp.log(jnp.array([[[0.5, 0.4]], [[0.25, 0.4]]]))
+        >>> mask = jnp.array([[True, True]])
+        >>> loss, _ = gspo(now, then, jnp.array([1.0]), mask, clip_high=0.2)
+        >>> [round(x, 3) for x in loss[0].tolist()]  # the root of 2 * 1, clipped
+        [-1.2, -1.2]
+
     Reference: GSPO, and its token form, arXiv:2507.18071.
     """
     total = total or (lambda values: jnp.sum(values, axis=-1, keepdims=True))
@@ -302,6 +345,13 @@ def token_scale(
 
     Raises:
         ValueError: an unknown ``aggregation``, or no ``length`` for ``constant``.
+
+    Example:
+        >>> mask = jnp.array([[True, True, True], [True, False, False]])
+        >>> token_scale(mask).tolist()
+        [0.25, 0.25]
+        >>> token_scale(mask, aggregation="constant", length=4).tolist()
+        [0.125, 0.125]
     """
     counts = jnp.ones(mask.shape[0], bool) if counts is None else counts
     lengths = jnp.sum(mask, axis=-1) * counts
@@ -345,6 +395,12 @@ def reference_kl(
 
     Raises:
         ValueError: an unknown ``estimator``.
+
+    Example:
+        >>> now, base = jnp.log(jnp.array([[[0.5, 0.5]], [[0.5, 0.25]]]))
+        >>> kl = reference_kl(now, base, jnp.array([[True, True]]))
+        >>> [round(x, 3) for x in kl[0].tolist()]
+        [0.0, 0.193]
 
     References:
         Schulman, Approximating KL Divergence, 2020; in the loss, k3: GRPO,

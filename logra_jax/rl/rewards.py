@@ -54,6 +54,12 @@ class MathReward:
     """:func:`math` of a response and the question's reference answer.
 
     What the response repeats of the question is no answer of its own.
+
+    Example:
+        >>> question = Question("What is 2 + 3?", "5", {})
+        >>> reward = MathReward()
+        >>> reward(question, "It is 5."), reward(question, "2 + 3 it is.")
+        (1.0, 0.0)
     """
 
     def prepare(self) -> None:

@@ -60,6 +60,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises:
         ValueError: one sentence that names the field, the rule and the value received.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as where:
+        ...     path = Path(where, "tiny.yaml")
+        ...     _ = path.write_text("{model: {path: my-model}, train: {steps: 3}}")
+        ...     config = load_config(path, ["train.steps=5", "sketch.rank=32"])
+        >>> config.name, config.train.steps, config.sketch.rank
+        ('tiny', 5, 32)
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException

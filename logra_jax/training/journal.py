@@ -92,6 +92,14 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
 
     Raises:
         ValueError: there is no such file, or another line is no JSON.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as run_dir:
+        ...     with Journal(run_dir, resume_step=None) as journal:
+        ...         journal.write(0, {"heldout/greedy": 0.42})
+        ...     read_metrics(run_dir)
+        [{'step': 0, 'heldout/greedy': 0.42}]
     """
     path = Path(run_dir) / _FILE
     if not path.is_file():
