@@ -15,14 +15,10 @@ if TYPE_CHECKING:
     from logra_jax.algorithm.basis import Basis, basis_matrix
     from logra_jax.algorithm.divergence import realised_kl, sampled_kl
     from logra_jax.algorithm.factor import quantise
+    from logra_jax.algorithm.kl_prediction import predict_kl, predict_kl_by_difference
     from logra_jax.algorithm.low_rank import check_moments, low_rank
     from logra_jax.algorithm.merge import merge, merge_measured
-    from logra_jax.algorithm.predicted_kl import (
-        kl_step_size,
-        predict_kl,
-        predict_kl_by_difference,
-        scale_by_predicted_kl,
-    )
+    from logra_jax.algorithm.predicted_kl import kl_step_size, scale_by_predicted_kl
     from logra_jax.algorithm.row_adam import scale_by_row_adam
     from logra_jax.algorithm.sketch import (
         Probe,
@@ -65,14 +61,10 @@ _PRODUCERS = {
     "basis": ("Basis", "basis_matrix"),
     "divergence": ("realised_kl", "sampled_kl"),
     "factor": ("quantise",),
+    "kl_prediction": ("predict_kl", "predict_kl_by_difference"),
     "low_rank": ("check_moments", "low_rank"),
     "merge": ("merge", "merge_measured"),
-    "predicted_kl": (
-        "kl_step_size",
-        "predict_kl",
-        "predict_kl_by_difference",
-        "scale_by_predicted_kl",
-    ),
+    "predicted_kl": ("kl_step_size", "scale_by_predicted_kl"),
     "row_adam": ("scale_by_row_adam",),
     "sketch": (
         "Probe",

@@ -23,6 +23,7 @@ WITH_EXAMPLES = {
     "logra_jax.algorithm.low_rank",
     "logra_jax.algorithm.factor",
     "logra_jax.algorithm.galore",
+    "logra_jax.algorithm.kl_prediction",
     "logra_jax.algorithm.merge",
     "logra_jax.algorithm.predicted_kl",
     "logra_jax.algorithm.row_adam",

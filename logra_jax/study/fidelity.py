@@ -25,7 +25,7 @@ from jaxtyping import Array
 
 from logra_jax.algorithm.basis import KINDS, Basis
 from logra_jax.algorithm.divergence import realised_kl
-from logra_jax.algorithm.predicted_kl import predict_kl
+from logra_jax.algorithm.kl_prediction import predict_kl
 from logra_jax.algorithm.rounding import ROUNDINGS
 from logra_jax.algorithm.sketch import Probe, perturbed, sketch
 from logra_jax.models.attention import Span

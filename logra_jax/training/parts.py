@@ -10,9 +10,9 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from logra_jax.algorithm.divergence import change_of_policy, exp_excess
+from logra_jax.algorithm.kl_prediction import predict_kl, predict_kl_by_difference
 from logra_jax.algorithm.merge import Landing
 from logra_jax.algorithm.parallel import AXES, ROWS, total
-from logra_jax.algorithm.predicted_kl import predict_kl, predict_kl_by_difference
 from logra_jax.models.decoder import Decoder
 from logra_jax.training.layout import (
     BY_ROWS,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from logra_jax.algorithm.predicted_kl import predict_kl, predict_kl_by_difference
+from logra_jax.algorithm.kl_prediction import predict_kl, predict_kl_by_difference
 from logra_jax.algorithm.sketch import perturbed_matmul
 
 TOKENS, K, D, R, VOCAB = 13, 12, 10, 4, 17

@@ -7,11 +7,8 @@ import optax
 import pytest
 
 import logra_jax as logra
-from logra_jax.algorithm.predicted_kl import (
-    predict_kl,
-    predict_kl_by_difference,
-    scale_by_predicted_kl,
-)
+from logra_jax.algorithm.kl_prediction import predict_kl, predict_kl_by_difference
+from logra_jax.algorithm.predicted_kl import scale_by_predicted_kl
 from logra_jax.algorithm.sketch import perturbed_matmul
 
 TOKENS, K, D, R, VOCAB = 13, 12, 10, 4, 17
