@@ -27,7 +27,8 @@ def write_run(run_dir: Path, *, gib: float, accuracy: float, steps: int = 5) -> 
         score = {"heldout/sampled_se": 0.1, "heldout/sampled_n": 64}
         parts = {"program": 0.5, "weights": 1.0, "sketches": 0.25, "optimizer": 0.125}
         first = {f"memory/{name}_gib": size for name, size in parts.items()}
-        journal.write(0, {"heldout/sampled": 0.1, "seconds/total": 10.0} | score | first)
+        before = {"heldout/sampled": 0.1, "seconds/total": 10.0}
+        journal.write(0, before | score | first)
         for step in range(1, steps + 1):
             row = {
                 "reward": 0.1 * step,

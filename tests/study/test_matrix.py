@@ -41,9 +41,7 @@ def write(tmp_path: Path):
 
 def test_cells_are_every_combination_once_the_first_seed_of_all_before_the_next(write):
     study = load_study(write())
-    found = [
-        (c.seed, c.labels["method"], c.labels["sketch.rank"]) for c in study.cells
-    ]
+    found = [(c.seed, c.labels["method"], c.labels["sketch.rank"]) for c in study.cells]
     assert found == list(itertools.product((0, 1), ("logra", "lora"), ("4", "16")))
     assert len({cell.name for cell in study.cells}) == 8
     assert study.groups == list(dict.fromkeys(cell.group for cell in study.cells))
@@ -94,7 +92,7 @@ def test_a_model_of_shapes_alone_is_planned_and_not_trained(write):
     cells = load_study(write(text), [axis]).cells
     assert {c.labels["model"] for c in cells if c.kind == "plan"} == {"here", "big"}
     assert {c.labels["model"] for c in cells if c.kind == "train"} == {"here"}
-    with pytest.raises(ValueError, match="`plan` must be given where `model.preset`"):
+    with pytest.raises(ValueError, match=r"`plan` must be given where `model.preset`"):
         load_study(write(), [axis])
 
 
@@ -136,7 +134,7 @@ def test_bad_studies_get_one_sentence(write, overrides: list[str], complaint: st
 
 
 def test_an_unknown_key_of_a_study_gets_the_nearest(write):
-    with pytest.raises(ValueError, match="`axis` is not a key of a study; did you"):
+    with pytest.raises(ValueError, match=r"`axis` is not a key of a study; did you"):
         load_study(write("config: base.yaml\naxis: {}\n"))
     with pytest.raises(ValueError, match="`config` must name a config file, got null"):
         load_study(write("axes: {}\n"))
