@@ -223,8 +223,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--out",
         metavar="FILE.html",
-        help="default: report.html in RUN_DIR; of several runs, in the working "
-        "directory",
+        help="default: report.html in RUN_DIR, or in the current directory if several",
     )
 
     compare = add_command(

@@ -67,7 +67,8 @@ def _write(out: Path, page: str) -> None:
     """Write aside and rename: a reader never sees half of a page."""
     aside = out.with_name(f".{out.name}.tmp")
     try:
-        aside.write_text(page, "utf-8")
+        # Half of a pair of surrogates, which an answer may hold, has no UTF-8.
+        aside.write_text(page, "utf-8", "replace")
         os.replace(aside, out)
     except OSError as error:
         aside.unlink(missing_ok=True)

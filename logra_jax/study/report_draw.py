@@ -33,7 +33,8 @@ _WIDTH = 8.6  # inches: as wide as the page, on a screen and on paper
 _HEIGHT = 2.8  # of a row of panels
 _LINE = 0.2  # of a line of a legend
 _LETTERS = 135  # that a line of a legend has room for
-_POINTS = 300  # that a line is drawn with at most
+POINTS = 150  # that a line is drawn with at most
+_FEW = 40  # points that are marked one by one
 _COLOURS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY, GREY)
 _MARKERS = "osD^vPX"
 _DASHES = ("-", "--", "-.")
@@ -122,8 +123,13 @@ def mean_and_range(series: Sequence[Series]) -> tuple[Series, Series, Series]:
     return mean, low, high
 
 
+def mean_of(group: Group, key: str) -> Series:
+    """A metric of a group's runs, their mean where there are several, thinned."""
+    return thinned(mean_and_range([recorded(run, key) for run in group.runs])[0])
+
+
 def thinned(
-    series: Series, reduce: Callable[..., Any] = np.mean, points: int = _POINTS
+    series: Series, reduce: Callable[..., Any] = np.mean, points: int = POINTS
 ) -> Series:
     """At most ``points`` points: ``reduce`` of neighbours, at their mean step.
 
@@ -132,10 +138,10 @@ def thinned(
     each = -(-len(series) // points)
     if each <= 1:
         return series
-    starts = range(0, len(series), each)
+    buckets = -(-len(series) // each)
     return Series(
-        np.array([series.steps[i : i + each].mean() for i in starts]),
-        np.array([reduce(series.values[i : i + each]) for i in starts]),
+        np.array([part.mean() for part in np.array_split(series.steps, buckets)]),
+        np.array([reduce(part) for part in np.array_split(series.values, buckets)]),
     )
 
 
@@ -146,19 +152,17 @@ def overlay(
     reduce: Callable[..., Any] = np.mean,
     **style: Any,
 ) -> None:
-    """A line for each run; of runs that differ in their seed, mean and range too."""
+    """A line for each run; of runs that differ in their seed, mean and range."""
     for i, group in enumerate(groups):
-        several = len(group.runs) > 1
+        if len(group.runs) > 1:
+            band(axes, group, i, read, reduce)
+            continue
         for run in group.runs:
             one = thinned(read(run), reduce)
             # A line of one point is no line.
-            own: dict[str, Any] = {"alpha": 0.35, "lw": 0.8} if several else {}
-            if not several and len(one) < 40:
-                own = {"marker": marker_of(i), "ms": 3}
+            mark = {"marker": marker_of(i), "ms": 3} if len(one) <= _FEW else {}
             if len(one):
-                axes.plot(one.steps, one.values, **(style_of(i) | own | style))
-        if several:
-            band(axes, group, i, read, reduce)
+                axes.plot(one.steps, one.values, **(style_of(i) | mark | style))
 
 
 def band(
@@ -168,23 +172,31 @@ def band(
     read: Read,
     reduce: Callable[..., Any] = np.mean,
 ) -> None:
-    """Mean and range over the runs of a group."""
-    mean, low, high = mean_and_range([read(run) for run in group.runs])
-    if not len(mean):
-        return
-    low, high = thinned(low, np.min), thinned(high, np.max)
-    mean = thinned(mean, reduce)
-    pale: dict[str, Any] = {"color": colour_of(index), "alpha": 0.15, "lw": 0}
-    axes.fill_between(low.steps, low.values, high.values, **pale)
-    style: dict[str, Any] = style_of(index) | {"lw": 2.2}
-    axes.plot(mean.steps, mean.values, **style)
+    """Mean and range over the runs of a group, and those that go on alone, faint."""
+    each = [read(run) for run in group.runs]
+    mean, low, high = mean_and_range(each)
+    last = mean.steps[-1] if len(mean) else -math.inf
+    for one in each:
+        # From the last step that all have on; all of it where points are few.
+        alone = one.steps >= (last if len(one) > _FEW else -math.inf)
+        rest = thinned(Series(one.steps[alone], one.values[alone]), reduce)
+        faint: dict[str, Any] = style_of(index) | {"alpha": 0.4, "lw": 0.8}
+        axes.plot(rest.steps, rest.values, **faint)
+    if len(mean):
+        low, high = thinned(low, np.min), thinned(high, np.max)
+        pale: dict[str, Any] = {"color": colour_of(index), "alpha": 0.18, "lw": 0}
+        axes.fill_between(low.steps, low.values, high.values, **pale)
+        mean = thinned(mean, reduce)
+        style: dict[str, Any] = style_of(index) | {"lw": 2.0}
+        axes.plot(mean.steps, mean.values, **style)
 
 
-def finish(axes: Axes, groups: Sequence[Group]) -> None:
+def finish(axes: Axes, groups: Sequence[Group], ticks: int = 8) -> None:
     """The axis of steps, the same in all panels, and a word where nothing is drawn."""
     runs = runs_of(groups)
     first = min(int(run.rows[0]["step"]) for run in runs)
     step_axis(axes, first, max(run.done for run in runs))
+    axes.locator_params("x", nbins=ticks, steps=[1, 2, 5, 10])
     if not axes.has_data():
         say_nothing_recorded(axes)
 
@@ -204,13 +216,16 @@ def stacked_bars(
         left = [_before(lengths, part, parts) for _, lengths in bars]
         width = [lengths.get(part, 0.0) for _, lengths in bars]
         if any(width):
-            look: dict[str, Any] = {"height": 0.45, "ec": "white", "lw": 0.6}
+            thick = 0.45 if len(bars) > 1 else 0.3
+            look: dict[str, Any] = {"height": thick, "ec": "white", "lw": 0.6}
             axes.barh(
                 range(len(bars)), width, left=left, color=colour, label=name, **look
             )
     for i, (label, lengths) in enumerate(bars):
         total = sum(lengths.values())
-        axes.text(total, i, f" {total:.{digits}f}", va="center", fontweight="bold")
+        beside: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points"}
+        written = f"{total:.{digits}f}"
+        axes.annotate(written, (total, i), va="center", fontweight="bold", **beside)
         if len(bars) > 1:
             # Above its bar: beside it a long name would leave the bar no room.
             axes.text(0, i - 0.29, label, va="bottom", fontsize=8)
@@ -227,21 +242,27 @@ def _before(lengths: Mapping[str, float], part: str, parts: Iterable[str]) -> fl
     return math.fsum(lengths.get(name, 0.0) for name in names[: names.index(part)])
 
 
-def legend_below(axes: Axes, columns: int = 3) -> None:
-    """A legend under the panel, where it hides nothing."""
-    if axes.get_legend_handles_labels()[1]:
-        place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
-        spacing: dict[str, Any] = {"columnspacing": 1.2, "handlelength": 1.2}
-        axes.legend(ncols=columns, **place, **spacing)
+def legend_below(axes: Axes, columns: int = 3, handles: Any = None) -> None:
+    """A legend under a panel and its axis, where it hides nothing."""
+    from matplotlib.transforms import ScaledTranslation
+
+    handles = handles or axes.get_legend_handles_labels()[0]
+    if handles:
+        inches = ScaledTranslation(0, -0.42, axes.figure.dpi_scale_trans)
+        place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0, 0)}
+        place |= {"bbox_transform": axes.transAxes + inches, "borderaxespad": 0}
+        spacing: dict[str, Any] = {"columnspacing": 1.2, "handlelength": 1.6}
+        axes.legend(handles=handles, ncols=columns, **place, **spacing)
 
 
 def line_key(axes: Axes, lines: Mapping[str, Mapping[str, Any]]) -> None:
     """A legend under a panel of what its kinds of lines are: name and style of each."""
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], **style, label=name) for name, style in lines.items()]
-    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
-    axes.legend(handles=handles, ncols=3, columnspacing=1.2, **place)
+    legend_below(
+        axes,
+        handles=[Line2D([], [], **style, label=name) for name, style in lines.items()],
+    )
 
 
 def render(canvas: Figure, name: str, title: str, groups: Sequence[Group]) -> str:

@@ -21,6 +21,7 @@ from logra_jax.study.report_draw import (
     legend_below,
     line_key,
     marker_of,
+    mean_of,
     overlay,
     recorded,
     render,
@@ -116,7 +117,8 @@ def _accuracies(groups: Sequence[Group]) -> list[Figure]:
     chosen = sorted(names, key=_rank)[:_PANELS]
     if not chosen:
         return []
-    canvas, panels = canvas_of(len(chosen), min(len(chosen), 2))
+    columns = 3 if len(chosen) > 4 else min(len(chosen), 2)
+    canvas, panels = canvas_of(len(chosen), columns)
     for axes, name in zip(panels, chosen, strict=True):
         for i, group in enumerate(groups):
             for run in group.runs:
@@ -124,8 +126,12 @@ def _accuracies(groups: Sequence[Group]) -> list[Figure]:
                 _draw_scores(axes, run, name, i, aside, several=len(group.runs) > 1)
             if len(group.runs) > 1:
                 band(axes, group, i, lambda run, name=name: _series(run, name))
-        axes.set(title=name, ylabel="share correct", ylim=(0, 1))
-        finish(axes, groups)
+        highest = max(
+            (s.value for run in runs_of(groups) for s in run.scores(name)), default=1
+        )
+        top = 1.0 if highest > 0.6 else 1.3 * highest or 1.0
+        axes.set(title=name, ylabel="share correct", ylim=(0, top))
+        finish(axes, groups, ticks=12 // columns)
     title, left_out = "Accuracy", len(names) - len(chosen)
     more = f" {left_out} more metrics are in the table alone." if left_out else ""
     return [
@@ -163,22 +169,20 @@ def _kl(groups: Sequence[Group]) -> Figure:
     one_run = len(runs_of(groups)) == 1
     for i, group in enumerate(groups):
         # Predicted lies on the budget where all is well: a wide line shows under it.
-        for run in group.runs:
-            budget = thinned(recorded(run, "kl/budget"))
-            wide: dict[str, Any] = {"lw": 5, "alpha": 0.2, "solid_capstyle": "butt"}
-            colour = "black" if one_run else colour_of(i)
-            left.plot(budget.steps, budget.values, color=colour, **wide)
-            line = thinned(recorded(run, "kl/predicted"))
-            colour = RED if one_run else colour_of(i)
-            left.plot(line.steps, line.values, "--", color=colour, lw=1.2)
+        budget, predicted = mean_of(group, "kl/budget"), mean_of(group, "kl/predicted")
+        colour = "black" if one_run else colour_of(i)
+        wide: dict[str, Any] = {"lw": 5, "alpha": 0.2, "solid_capstyle": "butt"}
+        left.plot(budget.steps, budget.values, color=colour, **wide)
+        colour = RED if one_run else colour_of(i)
+        left.plot(predicted.steps, predicted.values, "--", color=colour, lw=1.2)
     overlay(left, groups, lambda run: recorded(run, "kl/realised"))
     left.set(title="KL of an update", ylabel="nats per token")
     overlay(middle, groups, _kl_ratio)
     middle.set(title="Realised / predicted", ylabel="ratio")
     overlay(right, groups, lambda run: recorded(run, "alpha"))
     right.set(title="Scale of the step", ylabel="alpha")
-    for axes in (left, middle, right):
-        finish(axes, groups)
+    for axes, ticks in ((left, 7), (middle, 4), (right, 4)):
+        finish(axes, groups, ticks)
     log_scale(left)
     log_scale(right)
     middle.axhline(1.0, color="black", lw=1.0, ls=":")
@@ -238,8 +242,10 @@ def _time(groups: Sequence[Group]) -> Figure:
             "long."
         )
     legend_below(left)
-    overlay(right, groups, _elapsed)
-    right.set(title="End to end", ylabel="minutes since the start")
+    longest = max(float(np.nanmax(run.elapsed, initial=0)) for run in runs)
+    unit, seconds = ("hours", 3600) if longest > 3 * 3600 else ("minutes", 60)
+    overlay(right, groups, lambda run: _elapsed(run, seconds))
+    right.set(title="End to end", ylabel=f"{unit} since the start")
     finish(right, groups)
     right.set_ylim(bottom=0)
     title = "Where the time goes"
@@ -254,15 +260,18 @@ def _time(groups: Sequence[Group]) -> Figure:
 def _stack_steps(axes: Axes, run: Run) -> None:
     """A run's phases on top of each other, step by step."""
     steps = Series.of(run.rows, "step").steps
-    bottom = np.zeros(len(thinned(Series(steps, steps))))
+    drawn = thinned(Series(steps, steps)).steps
+    gaps = np.diff(drawn) / 2
+    first, last = (gaps[0], gaps[-1]) if len(gaps) else (0.5, 0.5)
+    edges = np.concatenate([[drawn[0] - first], drawn[:-1] + gaps, [drawn[-1] + last]])
+    bottom = np.zeros(len(drawn))
     for phase, colour in _ALL_PHASES.items():
-        seconds = [row.get(f"seconds/{phase}") or 0.0 for row in run.rows]
-        bars = thinned(Series(steps, np.nan_to_num(np.array(seconds, float))))
-        if bars.values.any():
-            width = np.diff(bars.steps).min() if len(bars) > 1 else 1.0
-            place: dict[str, Any] = {"bottom": bottom, "color": colour, "lw": 0}
-            axes.bar(bars.steps, bars.values, width, label=phase, **place)
-            bottom = bottom + bars.values
+        seconds = np.array([row.get(f"seconds/{phase}", 0.0) for row in run.rows])
+        top = bottom + thinned(Series(steps, np.nan_to_num(seconds))).values
+        if (top > bottom).any():
+            look: dict[str, Any] = {"fill": True, "color": colour, "label": phase}
+            axes.stairs(top, edges, baseline=bottom, **look)
+        bottom = top
 
 
 def _memory(groups: Sequence[Group]) -> Figure:
@@ -281,6 +290,8 @@ def _memory(groups: Sequence[Group]) -> Figure:
             "parts. "
         )
     overlay(panels[-1], groups, lambda run: recorded(run, key), np.max)
+    if key == "memory/update_peak_gib":
+        _draw_step_peaks(panels[-1], groups)
     panels[-1].set(title=what, ylabel="GiB")
     finish(panels[-1], groups)
     panels[-1].set_ylim(0, 1.1 * max(panels[-1].get_ylim()[1], 0.1))
@@ -291,6 +302,18 @@ def _memory(groups: Sequence[Group]) -> Figure:
     )
     title = "Memory"
     return Figure(title, render(canvas, "memory", title, groups), reading)
+
+
+def _draw_step_peaks(axes: Axes, groups: Sequence[Group]) -> None:
+    """Beside the peaks of updates those of whole steps, where they were recorded."""
+    peaks = [mean_of(group, "memory/step_peak_gib") for group in groups]
+    for i, peak in enumerate(peaks):
+        axes.plot(peak.steps, peak.values, "--", color=colour_of(i), lw=1.2)
+    if any(map(len, peaks)):
+        colour = BLUE if len(groups) == 1 else GREY
+        lines = {"update": "-", "whole step, with a local rollout": "--"}
+        styles = {name: {"ls": dash, "color": colour} for name, dash in lines.items()}
+        line_key(axes, styles)
 
 
 def _height(bars: int) -> float:
@@ -349,9 +372,10 @@ def _kl_ratio(run: Run) -> Series:
     return finite(Series.of(rows, "ratio"))
 
 
-def _elapsed(run: Run) -> Series:
+def _elapsed(run: Run, unit: int) -> Series:
+    """Time since the start, in so many seconds."""
     steps = Series.of(run.rows, "step").steps
-    return finite(Series(steps, run.elapsed / 60))
+    return finite(Series(steps, run.elapsed / unit))
 
 
 def _rank(metric: str) -> tuple[bool, int]:

@@ -8,7 +8,7 @@ from importlib import resources
 from itertools import pairwise
 from typing import Any
 
-from logra_jax.study.report_draw import colour_of
+from logra_jax.study.report_draw import POINTS, colour_of
 from logra_jax.study.report_figures import Figure, label_of
 from logra_jax.study.report_runs import Group, Run, Score, differing, show
 from logra_jax.training.samples import Sample
@@ -42,7 +42,10 @@ def fill_page(groups: Sequence[Group], figures: Sequence[Figure]) -> str:
         facts=_facts(runs),
         notices=_notices(runs),
         several=len(runs) > 1,
-        scores=_score_rows(groups),
+        scores=_score_rows(groups, by_seed=False),
+        by_seed=_score_rows(groups, by_seed=True) if len(runs) > len(groups) else [],
+        points=POINTS,
+        is_thinned=any(len(run.rows) > POINTS for run in runs),
         runs=rows,
         calm=[row["name"] for row in rows if not row["history"]],
         differences=_differences(runs),
@@ -64,7 +67,7 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
         ("Task", _joined(_task(run) for run in runs)),
         ("Questions", _joined(questions)),
         ("Hardware", _joined(_hardware(run) for run in runs)),
-        ("Seed" if len(set(seeds)) == 1 else "Seeds", _joined(seeds)),
+        ("Seed" if len(set(seeds)) == 1 else "Seeds", ", ".join(dict.fromkeys(seeds))),
         ("Updates done", _joined(_progress(run) for run in runs)),
     ]
     return [(name, value) for name, value in facts if value]
@@ -100,7 +103,7 @@ def _hardware(run: Run) -> str:
     )
     has_device = any("memory/peak_device_gib" in row for row in run.rows)
     what = "accelerator" if has_device else "CPU device"
-    return f"{devices} {what}{'s' * (devices != 1)}; its name is not recorded"
+    return f"{devices} {what}{'s' * (devices != 1)}, kind not recorded"
 
 
 def _notices(runs: Sequence[Run]) -> list[str]:
@@ -113,29 +116,29 @@ def _notices(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def _score_rows(groups: Sequence[Group]) -> list[dict[str, str]]:
-    """Rows of the table of evaluations: each metric, each run, and means over seeds."""
+def _score_rows(groups: Sequence[Group], *, by_seed: bool) -> list[dict[str, str]]:
+    """Rows of the table of evaluations: of each metric, a row a group or a row a run.
+
+    A group of several seeds is a row of means with their range.
+    """
     runs = [run for group in groups for run in group.runs]
     rows = []
     for metric in dict.fromkeys(name for run in runs for name in run.metrics):
-        begins = len(rows)
+        first = {"metric": metric, "meaning": _meaning(metric, runs), "kind": "section"}
         for i, group in enumerate(groups):
-            ends = []
-            for run in group.runs:
-                scores = run.scores(metric)
-                if scores:
-                    row = _score_row(scores)
-                    rows.append(
-                        {**row, "run": label_of(group, run), "colour": colour_of(i)}
-                    )
-                    ends.append((scores[0].value, scores[-1].value))
-            if len(ends) > 1:
-                rows.append({**_mean_row(ends), "colour": colour_of(i)})
-        for row in rows[begins:]:
-            row |= {"metric": "", "meaning": ""}
-        for row in rows[begins : begins + 1]:
-            meaning = _meaning(metric, runs)
-            row |= {"metric": metric, "meaning": meaning, "kind": "section"}
+            each = [(run, run.scores(metric)) for run in group.runs]
+            each = [(run, scores) for run, scores in each if scores]
+            if by_seed or len(each) < 2:
+                found = [
+                    _score_row(scores) | {"run": label_of(group, run)}
+                    for run, scores in each
+                ]
+            else:
+                found = [_mean_row([scores for _, scores in each], group.label)]
+            for row in found:
+                rows.append({"metric": "", "meaning": "", "kind": ""} | row | first)
+                rows[-1]["colour"] = colour_of(i)
+                first = {}
     return rows
 
 
@@ -158,7 +161,6 @@ def _meaning(metric: str, runs: Sequence[Run]) -> str:
 def _score_row(scores: Sequence[Score]) -> dict[str, str]:
     first, last = scores[0], scores[-1]
     row = {
-        "kind": "",
         "before": _DASH,
         "first": "",
         "change": _DASH,
@@ -174,29 +176,41 @@ def _score_row(scores: Sequence[Score]) -> dict[str, str]:
     return row
 
 
-def _mean_row(ends: Sequence[tuple[float, float]]) -> dict[str, str]:
-    """Means over seeds, with their range."""
-    before, after = zip(*ends, strict=True)
-    changes = [end - start for start, end in ends]
-    columns = {"before": before, "after": after, "change": changes}
-    row = {
-        name: _percent(math.fsum(each) / len(each), sign=name == "change")
-        for name, each in columns.items()
+def _mean_row(each: Sequence[Sequence[Score]], label: str) -> dict[str, str]:
+    """Means over seeds, with their range, of the first and the last of their scores."""
+    before = [scores[0].value for scores in each]
+    after = [scores[-1].value for scores in each]
+    changes = [end - start for start, end in zip(before, after, strict=True)]
+    counts = dict.fromkeys(scores[-1].n for scores in each)
+    ends = sorted({scores[-1].step for scores in each})
+    when = f"step {ends[0]}" if len(ends) == 1 else f"steps {ends[0]} to {ends[-1]}"
+    n = ", ".join(f"{count:,}" for count in counts if count is not None)
+    mean = {
+        "run": f"{label}, mean of {len(each)} seeds",
+        "before": _percent(_mean(before)),
+        "first": _range(before),
+        "after": _percent(_mean(after)),
+        "last": ", ".join(filter(None, [_range(after), when])),
+        "change": _percent(_mean(changes), sign=True),
+        "n": f"{n} each" if n else _DASH,
     }
-    span = f"{_percent(min(after))} to {_percent(max(after))}"
-    return row | {
-        "kind": "mean",
-        "run": f"mean of {len(ends)} seeds",
-        "first": f"{_percent(min(before))} to {_percent(max(before))}",
-        "last": span,
-        "n": "",
-    }
+    once = {"before": _DASH, "first": "", "change": _DASH}
+    return mean if any(len(scores) > 1 for scores in each) else mean | once
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _range(values: Sequence[float]) -> str:
+    """The lowest and the highest; nothing where they are written alike."""
+    low, high = _percent(min(values)), _percent(max(values))
+    return "" if low == high else f"{low} to {high}"
 
 
 def _run_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """What the page says of each run."""
-    several = sum(len(group.runs) for group in groups)
-    questions = max(_LEAST, _QUESTIONS // several)
+    questions = max(_LEAST, _QUESTIONS // len(groups))
     rows = []
     for i, group in enumerate(groups):
         for run in group.runs:
@@ -216,7 +230,10 @@ def _run_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
                     "where": where,
                     "alarms": ", ".join(alarm["name"] for alarm in history) or "none",
                     "history": history,
-                    "samples": pick_samples(run, questions),
+                    # One seed of a group speaks for all.
+                    "samples": pick_samples(run, questions)
+                    if run is group.runs[0]
+                    else None,
                     "config": run.config_text,
                 }
             )

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from logra_jax.training.alarms import read_alarms
+from logra_jax.training.alarms import ALARM_FILE, read_alarms
 from logra_jax.training.journal import has_metrics, read_metrics
 from logra_jax.training.samples import SAMPLES_DIRECTORY, Sample, read_samples
 
@@ -229,6 +229,11 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
             f"`RUN_DIR` must hold metrics, got {str(path)!r}, whose run has recorded "
             "no step yet; wait for its first."
         )
+    if not all(isinstance(row.get("step"), int) for row in rows):
+        raise ValueError(
+            f"`RUN_DIR` must hold the metrics of a training run, got {str(path)!r}, "
+            "with a line that has no `step`; give the `run_dir` of a training run."
+        )
     data = path / _DATA_FILE
     text = _text(stored)
     return Run(
@@ -238,7 +243,7 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
         config=_flat_config(text, stored),
         rows=rows,
         data=_json(data) if data.is_file() else {},
-        alarms=read_alarms(path),
+        alarms=_alarms(path),
         has_model=(path / MODEL_DIRECTORY).is_dir(),
     )
 
@@ -330,6 +335,16 @@ def _flatten(tree: Mapping[Any, Any], prefix: str) -> Iterable[tuple[str, Any]]:
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def _alarms(path: Path) -> list[dict[str, Any]]:
+    try:
+        return read_alarms(path)
+    except ValueError as error:
+        raise ValueError(
+            f"`{path / ALARM_FILE}` must hold one JSON object a line, got {error}; "
+            "restore the file or delete it."
+        ) from None
 
 
 def _text(path: Path) -> str:

@@ -160,7 +160,8 @@ def test_the_page_needs_nothing_but_itself(tmp_path):
         assert not any(name.startswith("on") for name in attrs)
         for name in ("src", "href", "xlink:href"):
             assert (attrs.get(name) or "#").startswith("#")
-    assert "http" not in text
+    assert not re.search("https?:|//", text)
+    assert "default-src 'none'" in text
     assert "@import" not in text
     assert set(re.findall(r"url\((.)", text)) == {"#"}
 
@@ -248,14 +249,17 @@ def test_a_run_that_recorded_next_to_nothing_is_drawn(tmp_path):
 
 
 def test_thousands_of_steps_stay_a_small_file(tmp_path):
-    paths = [write_run(tmp_path / f"{seed}", 3000, seed=seed) for seed in range(2)]
+    paths = [write_run(tmp_path / f"{seed}", 1200, seed=seed) for seed in range(2)]
     _, text = page_of(*paths)
-    assert len(text) < 600_000
+    assert len(text) < 400_000
     series = Series(np.arange(3000.0), np.arange(3000.0))
     few = thinned(series)
-    assert len(few) == 300
-    np.testing.assert_array_equal(few.values[:2], [4.5, 14.5])
+    assert len(few) == 150
+    np.testing.assert_array_equal(few.values[:2], [9.5, 29.5])
     assert thinned(series, np.max).values[-1] == 2999
+    # None of the last ones stands alone.
+    parts = thinned(Series(np.arange(151.0), np.ones(151)), np.sum).values
+    np.testing.assert_array_equal(parts, [2] * 75 + [1])
     assert thinned(series, points=3000) is series
 
 
@@ -276,7 +280,7 @@ def test_seeds_of_a_config_are_a_group_with_their_mean_and_range(tmp_path):
     page, _ = page_of(*paths)
     # After 60, 70, 80 %, before 40 % in all of them.
     assert "mean of 3 seeds" in page.text
-    assert re.search(r"70\.0 60\.0 to 80\.0 \+30\.0", page.text)
+    assert re.search(r"40\.0 70\.0 60\.0 to 80\.0, step 4 \+30\.0", page.text)
     assert "(mean and range of 3 seeds)" in page.text
 
 
@@ -332,6 +336,10 @@ def test_the_parts_of_memory_add_up_to_the_mean_peak(tmp_path):
     assert "reference weights" not in drawn
     small = write_run(tmp_path / "b", first=first, extra={"memory/update_peak_gib": 1})
     assert breakdown(read_run(small))["rest"] == 0
+    whole = {"memory/update_peak_gib": 2.5, "memory/step_peak_gib": 3.0}
+    rollout = figures_of(write_run(tmp_path / "d", extra=whole))["Memory"].svg
+    assert "whole step, with a local rollout" in rollout
+    assert "whole step" not in drawn
     # Beside a run that has them, one that has not is drawn without them.
     other = write_run(tmp_path / "c")
     assert breakdown(read_run(other)) == {}
@@ -407,6 +415,13 @@ def test_questions_that_were_not_kept_each_time_leave_a_gap(tmp_path):
     assert "not kept" in page_of(path)[0].text
 
 
+def test_an_answer_that_is_no_text_at_all_is_shown(tmp_path):
+    path = write_run(tmp_path / "a", samples={0: [sample("q", "never")]})
+    kept = samples_path(path, 0)
+    kept.write_text(kept.read_text().replace("never", r"half \ud800 \u0000 \u202e"))
+    assert "half ? " in page_of(path)[0].text
+
+
 def test_a_long_answer_is_shown_by_its_ends(tmp_path):
     long = "a" * 1000 + "end"
     path = write_run(tmp_path / "a", samples={0: [sample("q", long)]})
@@ -453,6 +468,8 @@ def test_what_is_no_run_is_said_in_a_sentence(tmp_path):
     (tmp_path / "empty").mkdir()
     refuse(f"which has no {CONFIG_FILE}", tmp_path / "empty")
     refuse("must name each run once", run, run)
+    (run / "metrics.jsonl").write_text('{"loss": 0}\n')
+    refuse("a line that has no `step`", run)
     (run / "metrics.jsonl").write_text('{"step": 0')
     refuse("has recorded no step yet", run)
     (run / "metrics.jsonl").unlink()
@@ -460,6 +477,8 @@ def test_what_is_no_run_is_said_in_a_sentence(tmp_path):
     broken = write_run(tmp_path / "b", samples={0: [sample()]})
     samples_path(broken, 0).write_text("no JSON\n")
     refuse("must hold samples, one JSON object a line", broken)
+    (broken / "alarms.jsonl").write_text("no JSON\n")
+    refuse(r"alarms\.jsonl` must hold one JSON object a line", broken)
     (broken / CONFIG_FILE).write_text("- a list\n")
     refuse("must hold `key: value` lines", broken)
     (broken / CONFIG_FILE).write_text("a: [\n")
