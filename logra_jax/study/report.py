@@ -28,8 +28,9 @@ def report(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> int
             is no report.
     """
     from logra_jax.study.report_figures import draw_figures
+    from logra_jax.study.report_groups import group_runs
     from logra_jax.study.report_page import fill_page
-    from logra_jax.study.report_runs import group_runs, read_runs
+    from logra_jax.study.report_runs import read_runs
 
     if out is None:
         out = Path(run_dirs[0]) / _FILE if len(run_dirs) == 1 else Path(_FILE)

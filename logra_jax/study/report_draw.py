@@ -6,11 +6,12 @@ import io
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from logra_jax.study.report_runs import Group, Run
+from logra_jax.study.report_groups import Group
+from logra_jax.study.report_runs import Run
 from logra_jax.training.figure_style import (
     BLUE,
     GREEN,
@@ -27,7 +28,7 @@ from logra_jax.training.figure_style import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Canvas
 
 _WIDTH = 8.6  # inches: as wide as the page, on a screen and on paper
 _HEIGHT = 2.8  # of a row of panels
@@ -60,18 +61,27 @@ REPORT_STYLE: dict[Any, Any] = STYLE | {
 }
 """Settings of matplotlib, for `rc_context`."""
 
+
+class Figure(NamedTuple):
+    """A figure of the page."""
+
+    title: str
+    svg: str
+    reading: str  # what to look for, in a sentence or two
+
+
 Read = Callable[[Run], Series]
 Bars = Sequence[tuple[str, Mapping[str, float]]]  # label, length by part
 
 
 def canvas_of(
     count: int, columns: int, *, height: float = _HEIGHT, **grid: Any
-) -> tuple[Figure, list[Axes]]:
+) -> tuple[Canvas, list[Axes]]:
     """A figure as wide as the page, with panels in rows of ``columns``."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Canvas
 
     rows = -(-count // columns)
-    canvas = Figure(figsize=(_WIDTH, rows * height), layout="constrained")
+    canvas = Canvas(figsize=(_WIDTH, rows * height), layout="constrained")
     panels = canvas.subplots(rows, columns, squeeze=False, gridspec_kw=grid).flat
     panels = list(panels)
     for spare in panels[count:]:
@@ -180,7 +190,7 @@ def band(
         # From the last step that all have on; all of it where points are few.
         alone = one.steps >= (last if len(one) > _FEW else -math.inf)
         rest = thinned(Series(one.steps[alone], one.values[alone]), reduce)
-        faint: dict[str, Any] = style_of(index) | {"alpha": 0.4, "lw": 0.8}
+        faint: dict[str, Any] = style_of(index) | {"alpha": 0.6, "lw": 0.9}
         axes.plot(rest.steps, rest.values, **faint)
     if len(mean):
         low, high = thinned(low, np.min), thinned(high, np.max)
@@ -191,7 +201,7 @@ def band(
         axes.plot(mean.steps, mean.values, **style)
 
 
-def finish(axes: Axes, groups: Sequence[Group], ticks: int = 8) -> None:
+def finish(axes: Axes, groups: Sequence[Group], ticks: int = 10) -> None:
     """The axis of steps, the same in all panels, and a word where nothing is drawn."""
     runs = runs_of(groups)
     first = min(int(run.rows[0]["step"]) for run in runs)
@@ -265,7 +275,7 @@ def line_key(axes: Axes, lines: Mapping[str, Mapping[str, Any]]) -> None:
     )
 
 
-def render(canvas: Figure, name: str, title: str, groups: Sequence[Group]) -> str:
+def render(canvas: Canvas, name: str, title: str, groups: Sequence[Group]) -> str:
     """The figure as an `<svg>` element, with a legend of the groups where it has any.
 
     Args:
@@ -284,7 +294,7 @@ def render(canvas: Figure, name: str, title: str, groups: Sequence[Group]) -> st
 _METADATA = ("Creator", "Date", "Format", "Type")
 
 
-def _name_groups(canvas: Figure, groups: Sequence[Group]) -> None:
+def _name_groups(canvas: Canvas, groups: Sequence[Group]) -> None:
     """A legend above all panels."""
     from matplotlib.lines import Line2D
 

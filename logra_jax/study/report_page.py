@@ -8,15 +8,14 @@ from importlib import resources
 from itertools import pairwise
 from typing import Any
 
-from logra_jax.study.report_draw import POINTS, colour_of
-from logra_jax.study.report_figures import Figure, label_of
-from logra_jax.study.report_runs import Group, Run, Score, differing, show
-from logra_jax.training.samples import Sample
+from logra_jax.study.report_answers import pick_samples
+from logra_jax.study.report_draw import POINTS, Figure, colour_of
+from logra_jax.study.report_groups import Group, differing, label_of, show
+from logra_jax.study.report_runs import Run, Score
 
 _MARK = "<!doctype html>\n<!-- logra report -->\n"
 _QUESTIONS = 6  # of a run whose answers are shown; fewer each of several runs
 _LEAST = 3
-_SHOWN = 700  # characters of an answer: its beginning and its end
 _DASH = "–"
 
 
@@ -128,13 +127,13 @@ def _score_rows(groups: Sequence[Group], *, by_seed: bool) -> list[dict[str, str
         for i, group in enumerate(groups):
             each = [(run, run.scores(metric)) for run in group.runs]
             each = [(run, scores) for run, scores in each if scores]
-            if by_seed or len(each) < 2:
+            if len(group.runs) > 1 and not by_seed:
+                found = _group_rows(group, [scores for _, scores in each])
+            else:
                 found = [
                     _score_row(scores) | {"run": label_of(group, run)}
                     for run, scores in each
                 ]
-            else:
-                found = [_mean_row([scores for _, scores in each], group.label)]
             for row in found:
                 rows.append({"metric": "", "meaning": "", "kind": ""} | row | first)
                 rows[-1]["colour"] = colour_of(i)
@@ -176,26 +175,34 @@ def _score_row(scores: Sequence[Score]) -> dict[str, str]:
     return row
 
 
-def _mean_row(each: Sequence[Sequence[Score]], label: str) -> dict[str, str]:
-    """Means over seeds, with their range, of the first and the last of their scores."""
-    before = [scores[0].value for scores in each]
-    after = [scores[-1].value for scores in each]
+def _group_rows(group: Group, each: Sequence[Sequence[Score]]) -> list[dict[str, str]]:
+    """A row for several seeds: means, with their range, of first and last scores.
+
+    Of the seeds that have come furthest alone: a mean over different steps is of
+    nothing.
+    """
+    if not each:
+        return []
+    last = max(scores[-1].step for scores in each)
+    far = [scores for scores in each if scores[-1].step == last]
+    of = f"{len(far)} of {len(group.runs)}" if len(far) < len(group.runs) else len(far)
+    label = f"{group.label}, {of} seeds"
+    if len(far) == 1:
+        return [_score_row(far[0]) | {"run": label}]
+    before = [scores[0].value for scores in far]
+    after = [scores[-1].value for scores in far]
     changes = [end - start for start, end in zip(before, after, strict=True)]
-    counts = dict.fromkeys(scores[-1].n for scores in each)
-    ends = sorted({scores[-1].step for scores in each})
-    when = f"step {ends[0]}" if len(ends) == 1 else f"steps {ends[0]} to {ends[-1]}"
-    n = ", ".join(f"{count:,}" for count in counts if count is not None)
-    mean = {
-        "run": f"{label}, mean of {len(each)} seeds",
-        "before": _percent(_mean(before)),
-        "first": _range(before),
+    row = _score_row(far[0]) | {
+        "run": label,
         "after": _percent(_mean(after)),
-        "last": ", ".join(filter(None, [_range(after), when])),
-        "change": _percent(_mean(changes), sign=True),
-        "n": f"{n} each" if n else _DASH,
+        "last": ", ".join(filter(None, [_range(after), f"step {last}"])),
     }
-    once = {"before": _DASH, "first": "", "change": _DASH}
-    return mean if any(len(scores) > 1 for scores in each) else mean | once
+    if all(len(scores) > 1 for scores in far):
+        row["before"], row["first"] = _percent(_mean(before)), _range(before)
+        row["change"] = _percent(_mean(changes), sign=True)
+    if far[0][-1].n is not None:
+        row["n"] += " each"
+    return [row]
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -275,61 +282,6 @@ def _spans(steps: Sequence[int]) -> str:
     if more > 0:
         spans = [*spans[:6], "…", *spans[-6:]]
     return ", ".join(spans) + (f" ({len(steps)} times)" if len(steps) > 1 else "")
-
-
-def pick_samples(run: Run, count: int) -> dict[str, Any]:
-    """Answers to the same questions at the start, the middle and the end of a run.
-
-    Questions are spread evenly over those that were kept each time, not picked.
-    """
-    steps = run.sample_steps
-    places = sorted({0, len(steps) // 2, len(steps) - 1}) if steps else []
-    chosen = [steps[i] for i in places]
-    kept = [{_question(s): s for s in run.samples(step)} for step in chosen]
-    shared = [key for key in kept[0] if all(key in one for one in kept)] if kept else []
-    # Where no question was kept each time, those of the end.
-    keys = shared or (list(kept[-1]) if kept else [])
-    greedy = [key for key in keys if key[1] == "greedy"]
-    keys = greedy or keys
-    count = min(count, len(keys))
-    picked = [keys[i * len(keys) // count] for i in range(count)]
-    rows = []
-    for key in picked:
-        found = [one.get(key) for one in kept]
-        some = next(sample for sample in found if sample)
-        answers = [sample and _answer(sample) for sample in found]
-        rows.append({"question": some.question, "gold": some.gold, "answers": answers})
-    how = "Greedy answers" if greedy else "Sampled answers"
-    return {
-        "steps": [_when(step) for step in chosen],
-        "rows": rows,
-        "note": f"{how}, to questions spread evenly over those that were kept.",
-    }
-
-
-def _question(sample: Sample) -> tuple[str, str, str, int]:
-    return sample.set, sample.mode, sample.question, sample.n
-
-
-def _when(step: int) -> str:
-    return "Before training" if step == 0 else f"After update {step}"
-
-
-def _answer(sample: Sample) -> dict[str, str]:
-    kinds = {1.0: ("right", "✓ right"), 0.0: ("wrong", "✗ wrong")}
-    partly = ("partly", f"◐ {sample.reward:g}")
-    kind, verdict = kinds.get(sample.reward, partly)
-    text, half = sample.response, _SHOWN // 2
-    if len(text) > _SHOWN:
-        left_out = len(text) - 2 * half
-        text = f"{text[:half]}\n[… {left_out:,} characters …]\n{text[-half:]}"
-    cut = "" if sample.finished else ", cut at the limit"
-    return {
-        "kind": kind,
-        "verdict": verdict,
-        "text": text,
-        "length": f"{sample.length:,} tokens{cut}",
-    }
 
 
 def _percent(share: float, error: float = math.nan, *, sign: bool = False) -> str:

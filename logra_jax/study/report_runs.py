@@ -1,7 +1,7 @@
-"""Training runs as a report sees them: what a run directory holds, and what differs.
+"""Training runs as a report sees them: what a run directory holds.
 
-    runs = [read_run("runs/a"), read_run("runs/b")]
-    groups = group_runs(runs)  # runs that differ in their seed alone belong together
+    runs = read_runs(["runs/a", "runs/b"])
+    runs[0].status, runs[0].scores("heldout/sampled")
 
 Nothing here loads JAX: a report needs no device.
 """
@@ -26,8 +26,6 @@ from logra_jax.training.samples import SAMPLES_DIRECTORY, Sample, read_samples
 # As training.checkpoint and training.export name them, which load JAX.
 CONFIG_FILE, MODEL_DIRECTORY = "config.yaml", "model"
 _DATA_FILE = "data.json"
-# Keys that say where a run is kept, not what it does.
-_PLACES = ("run_dir", "resume", "cache_dir", "name")
 
 
 class Score(NamedTuple):
@@ -168,13 +166,6 @@ class Run:
             ) from None
 
 
-class Group(NamedTuple):
-    """Runs that differ in nothing but their seed."""
-
-    label: str
-    runs: tuple[Run, ...]
-
-
 def read_runs(directories: Sequence[str | Path]) -> list[Run]:
     """Read run directories.
 
@@ -246,73 +237,6 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
         alarms=_alarms(path),
         has_model=(path / MODEL_DIRECTORY).is_dir(),
     )
-
-
-def differing(configs: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Dotted keys that not all configs give the same value, but for places."""
-    configs = list(configs)
-    keys = dict.fromkeys(key for config in configs for key in config)
-    absent = object()
-    return [
-        key
-        for key in keys
-        if key not in _PLACES
-        and any(
-            config.get(key, absent) != configs[0].get(key, absent) for config in configs
-        )
-    ]
-
-
-def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Runs by what their configs say but for the seed, named by what differs.
-
-    Where configs are alike to the seed, the names of the directories tell runs apart.
-    """
-    found: list[list[Run]] = []
-    for run in runs:
-        alike = (
-            group
-            for group in found
-            if differing([group[0].config, run.config]) in ([], ["seed"])
-            and run.config.get("seed") not in [one.config.get("seed") for one in group]
-        )
-        group = next(alike, None)
-        if group is None:
-            found.append([run])
-        else:
-            group.append(run)
-    labels = _labels([group[0] for group in found])
-    return [
-        Group(label, tuple(group)) for label, group in zip(labels, found, strict=True)
-    ]
-
-
-def _labels(firsts: Sequence[Run]) -> list[str]:
-    """A label for each of some runs, from the fewest keys that tell them apart."""
-    if len(firsts) == 1:
-        return [firsts[0].name]
-    configs = [run.config for run in firsts]
-    keys = [key for key in differing(configs) if key != "seed"]
-    telling = [[key] for key in keys if _tells([key], configs)]
-    chosen = telling[0] if telling else keys
-    if not keys or not _tells(chosen, configs):
-        return [run.name for run in firsts]
-    labels = [
-        ", ".join(f"{key} = {show(config.get(key))}" for key in chosen)
-        for config in configs
-    ]
-    return labels if max(map(len, labels)) <= 60 else [run.name for run in firsts]
-
-
-def _tells(keys: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether no two configs are alike in these keys."""
-    values = {tuple(show(config.get(key)) for key in keys) for config in configs}
-    return len(values) == len(configs)
-
-
-def show(value: Any) -> str:
-    """A config's value as the file would have it."""
-    return json.dumps(value) if not isinstance(value, str) else value
 
 
 def _flat_config(text: str, path: Path) -> dict[str, Any]:

@@ -9,14 +9,15 @@ import pytest
 import yaml
 
 from logra_jax.study.report import report
+from logra_jax.study.report_answers import pick_samples
+from logra_jax.study.report_costs import breakdown, phase_means
 from logra_jax.study.report_draw import mean_and_range, thinned
-from logra_jax.study.report_figures import breakdown, draw_figures, phase_means
-from logra_jax.study.report_page import alarm_history, duration, pick_samples
+from logra_jax.study.report_figures import draw_figures
+from logra_jax.study.report_groups import differing, group_runs
+from logra_jax.study.report_page import alarm_history, duration
 from logra_jax.study.report_runs import (
     CONFIG_FILE,
     MODEL_DIRECTORY,
-    differing,
-    group_runs,
     read_run,
     read_runs,
 )
@@ -279,9 +280,21 @@ def test_seeds_of_a_config_are_a_group_with_their_mean_and_range(tmp_path):
     ]
     page, _ = page_of(*paths)
     # After 60, 70, 80 %, before 40 % in all of them.
-    assert "mean of 3 seeds" in page.text
+    assert "rl.advantage = null, 3 seeds" in page.text
     assert re.search(r"40\.0 70\.0 60\.0 to 80\.0, step 4 \+30\.0", page.text)
     assert "(mean and range of 3 seeds)" in page.text
+
+
+def test_the_mean_over_seeds_leaves_out_those_that_are_behind(tmp_path):
+    paths = [write_run(tmp_path / f"s{seed}", seed=seed) for seed in range(2)]
+    late = write_run(tmp_path / "late", 0, planned=4, seed=2, model=False)
+    page, _ = page_of(*paths, late)
+    assert re.search(
+        r"2 of 3 seeds 40\.0 65\.0 60\.0 to 70\.0, step 4 \+25\.0", page.text
+    )
+    page, _ = page_of(paths[0], late)
+    row = r"1 of 2 seeds 40\.0 ± 5\.0 step 0 60\.0 ± 5\.0 step 4 \+20\.0 ± 7\.1"
+    assert re.search(row, page.text)
 
 
 def test_mean_and_range_are_over_the_steps_that_all_have():
