@@ -110,7 +110,7 @@ def _accuracies(groups: Sequence[Group]) -> list[Figure]:
         )
         top = 1.0 if highest > 0.6 else 1.3 * highest or 1.0
         axes.set(title=name, ylabel="share correct", ylim=(0, top))
-        finish(axes, groups, ticks=12 // columns)
+        finish(axes, groups, ticks=18 // columns)
     title, left_out = "Accuracy", len(names) - len(chosen)
     more = f" {left_out} more metrics are in the table alone." if left_out else ""
     return [
