@@ -7,7 +7,10 @@ leading ``r`` singular vectors ``P`` of an earlier one, runs Adam there, and lif
     update = -eta (P adam(R) + decay W)
 
 ``P`` is drawn anew from an SVD of the gradient at every ``gap``-th update, the first
-among them. Reference: GaLore, arXiv:2403.03507.
+among them. Where that gradient is zero, as of a batch of equal rewards, its singular
+vectors are axes that mean nothing, and serve until the next SVD. The SVDs of a stack
+are computed at once, so that an update which has them holds two more arrays as large as
+its gradients. Reference: GaLore, arXiv:2403.03507.
 """
 
 import math
