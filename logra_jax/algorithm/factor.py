@@ -58,8 +58,8 @@ def quantise(updates: "nnx.State", basis: Basis, bits: int = 16) -> "nnx.State":
     """Updates ``U`` as factors: ``U / sqrt(r m)`` on a grid of its own for each row.
 
     The step of a row's grid is the power of two that makes the row's largest entry fit
-    ``bits``, so an entry moves by at most ``2**-bits`` of the largest (16: 1.5e-5,
-    8: .4 %). The trainer merges the factor, not the update, so both sides agree.
+    ``bits``, so an entry moves by at most ``2**(1 - bits)`` of the largest (16: 3.1e-5,
+    8: .8 %). The trainer merges the factor, not the update, so both sides agree.
 
     Args:
         updates: state of ``probe``-shaped updates (..., d, r), float32.
