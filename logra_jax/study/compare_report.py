@@ -4,16 +4,22 @@ Conclusions are of the model, task, machine and seeds that were measured. A savi
 printed where the baseline was measured, and never from an estimate.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from logra_jax.study.matrix import Cell, Study
-from logra_jax.study.summary import PARTS, REST, Spread, max_of_mean, update_peaks
+from logra_jax.study.summary import (
+    PARTS,
+    REST,
+    Group,
+    Record,
+    Spread,
+    max_of_mean,
+    update_peaks,
+)
 from logra_jax.study.trial import model_name
 from logra_jax.training.paths import write_aside
 
-Record = Mapping[str, Any]
 Table = list[list[str]]
 
 _NONE = "-"
@@ -46,32 +52,6 @@ the worst instant is of any update of any seed. The rollout side is **not** in t
 three. It is in "whole step", {rollout}."""
 
 
-class Group:
-    """The runs of one combination of the axes, which differ in their seeds."""
-
-    def __init__(self, name: str, records: Sequence[Record]):
-        self.name = name
-        self.all = list(records)
-        self.done = [r for r in records if r["status"] != "failed" and r.get("steps")]
-
-    def spread(self, *keys: str) -> Spread | None:
-        """Of a number at these keys of the records."""
-
-        def find(record: Record) -> float | None:
-            value: Any = record
-            for key in keys:
-                value = value.get(key) if isinstance(value, Mapping) else None
-            return value
-
-        return Spread.of([find(record) for record in self.done])
-
-    @property
-    def failure(self) -> str | None:
-        """Where its runs failed, if none of them was done."""
-        failed = [r for r in self.all if r["status"] == "failed"]
-        return f"failed in {failed[0]['phase']}" if failed and not self.done else None
-
-
 def write_report(study: Study, study_dir: Path, records: Sequence[Record]) -> Path:
     """`report.md` of what is done so far, and its figures.
 
@@ -92,7 +72,7 @@ def write_report(study: Study, study_dir: Path, records: Sequence[Record]) -> Pa
         parts += _sections(study, study_dir, groups, cells[0])
     parts += _failures(records)
     parts += _plans(records)
-    parts += _reconstruction(records)
+    parts += _reconstruction(study_dir, records)
     path = study_dir / "report.md"
     write_aside(path, "\n\n".join(part for part in parts if part) + "\n")
     return path
@@ -168,6 +148,7 @@ def _sections(
         "Mean of the seeds [lowest to highest]; the reward is the mean of the first "
         "and of the last fifth of the updates.",
         *figures.get("accuracy", []),
+        *figures.get("reward", []),
         "## Memory of an update, GiB",
         _table(
             [*_MEMORY_HEADS, *_saving_head(study)],
@@ -226,8 +207,11 @@ def _figures(
     }
     if not runs:
         return {}
-    paths = write_figures(study_dir, runs)
-    return {name: [f"![{name}]({path.name})"] for name, path in paths.items()}
+    figures = write_figures(study_dir, runs)
+    return {
+        name: [f"![{figure.title}]({name}.png)", figure.reading]
+        for name, figure in figures.items()
+    }
 
 
 def _accuracy_heads(metrics: Sequence[str]) -> list[str]:
@@ -375,11 +359,14 @@ def _plans(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def _reconstruction(records: Sequence[Record]) -> list[str]:
+def _reconstruction(study_dir: Path, records: Sequence[Record]) -> list[str]:
+    from logra_jax.study.compare_figures import write_heat_map
+
     found = [r for r in records if r["kind"] == "reconstruction" and "result" in r]
     if not found:
         return []
     result = found[0]["result"]
+    write_heat_map(study_dir / "heat_map.png", result)
     rows = [
         [
             str(row["rank"]),

@@ -11,6 +11,7 @@ from logra_jax.study.report_draw import (
     Figure,
     canvas_of,
     colour_of,
+    complete,
     finish,
     finite,
     legend_below,
@@ -18,7 +19,6 @@ from logra_jax.study.report_draw import (
     mean_of,
     overlay,
     recorded,
-    render,
     runs_of,
     stacked_bars,
     thinned,
@@ -80,9 +80,11 @@ def time_figure(groups: Sequence[Group]) -> Figure:
     finish(right, groups)
     right.set_ylim(bottom=0)
     title = "Where the time goes"
-    return Figure(
+    return complete(
+        canvas,
+        "time",
         title,
-        render(canvas, "time", title, groups),
+        groups,
         f"{left_reading} Right, everything, with loading and what lies between phases. "
         "A rollout of more than half of a step asks for a faster engine.",
     )
@@ -133,7 +135,7 @@ def memory_figure(groups: Sequence[Group]) -> Figure:
         else "A peak so far never falls; it should level off after the first updates."
     )
     title = "Memory"
-    return Figure(title, render(canvas, "memory", title, groups), reading)
+    return complete(canvas, "memory", title, groups, reading)
 
 
 def _draw_step_peaks(axes: Axes, groups: Sequence[Group]) -> None:

@@ -6,6 +6,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -63,11 +64,34 @@ REPORT_STYLE: dict[Any, Any] = STYLE | {
 
 
 class Figure(NamedTuple):
-    """A figure of the page."""
+    """A figure that is drawn: of a page, or a file of its own."""
 
-    title: str
-    svg: str
+    name: str  # of a file; ids of the SVG begin with it
+    title: str  # that a screen reader says
+    canvas: Canvas
     reading: str  # what to look for, in a sentence or two
+
+    @property
+    def svg(self) -> str:
+        """The figure as an `<svg>` element, to be inlined."""
+        from matplotlib import rc_context
+
+        text = io.StringIO()
+        with rc_context(REPORT_STYLE):
+            metadata = dict.fromkeys(_METADATA)
+            self.canvas.savefig(text, format="svg", metadata=metadata)
+        return _inline(text.getvalue(), self.name, self.title)
+
+    def write_png(self, path: Path) -> None:
+        """The figure as a file of its own."""
+        from matplotlib import rc_context
+
+        with rc_context(REPORT_STYLE):
+            self.canvas.savefig(path, format="png", dpi=_DPI)
+
+
+_METADATA = ("Creator", "Date", "Format", "Type")
+_DPI = 130
 
 
 Read = Callable[[Run], Series]
@@ -275,23 +299,16 @@ def line_key(axes: Axes, lines: Mapping[str, Mapping[str, Any]]) -> None:
     )
 
 
-def render(canvas: Canvas, name: str, title: str, groups: Sequence[Group]) -> str:
-    """The figure as an `<svg>` element, with a legend of the groups where it has any.
+def complete(
+    canvas: Canvas, name: str, title: str, groups: Sequence[Group], reading: str
+) -> Figure:
+    """A figure of what is drawn, with a legend of the groups where there are several.
 
-    Args:
-        canvas: what is drawn.
-        name: that ids begin with, so that no two figures share one.
-        title: that a screen reader says.
-        groups: of the legend.
+    The other arguments are the figure's own.
     """
     if len(runs_of(groups)) > 1:
         _name_groups(canvas, groups)
-    text = io.StringIO()
-    canvas.savefig(text, format="svg", metadata=dict.fromkeys(_METADATA))
-    return _inline(text.getvalue(), name, title)
-
-
-_METADATA = ("Creator", "Date", "Format", "Type")
+    return Figure(name, title, canvas, reading)
 
 
 def _name_groups(canvas: Canvas, groups: Sequence[Group]) -> None:

@@ -1,4 +1,4 @@
-"""The figures of a report: inline SVG of one or several runs, and how to read each.
+"""The figures of one or several runs, and how to read each.
 
 for figure in draw_figures(group_runs(runs)):
     figure.title, figure.svg, figure.reading
@@ -18,6 +18,7 @@ from logra_jax.study.report_draw import (
     band,
     canvas_of,
     colour_of,
+    complete,
     finish,
     finite,
     line_key,
@@ -25,7 +26,6 @@ from logra_jax.study.report_draw import (
     mean_of,
     overlay,
     recorded,
-    render,
     runs_of,
     style_of,
     thinned,
@@ -82,9 +82,11 @@ def _reward(groups: Sequence[Group]) -> Figure:
     finish(axes, groups)
     title = "Training reward"
     single = ", dots single updates" if len(runs) <= 3 else ""
-    return Figure(
+    return complete(
+        canvas,
+        "reward",
         title,
-        render(canvas, "reward", title, groups),
+        groups,
         f"Lines are means of the last {window} updates{single}. A rise that levels off "
         "is learning that has run its course; a fall late in a run asks for a smaller "
         "budget or an earlier end.",
@@ -114,9 +116,11 @@ def _accuracies(groups: Sequence[Group]) -> list[Figure]:
     title, left_out = "Accuracy", len(names) - len(chosen)
     more = f" {left_out} more metrics are in the table alone." if left_out else ""
     return [
-        Figure(
+        complete(
+            canvas,
+            "accuracy",
             title,
-            render(canvas, "accuracy", title, groups),
+            groups,
             "Bars are ± 1 standard error over questions, a band the range over seeds. "
             f"Values whose bars overlap widely are not told apart.{more}",
         )
@@ -173,9 +177,11 @@ def _kl(groups: Sequence[Group]) -> Figure:
     }
     line_key(left, key)
     title = "How far each update moves the policy"
-    return Figure(
+    return complete(
+        canvas,
+        "kl",
         title,
-        render(canvas, "kl", title, groups),
+        groups,
         "Predicted lies on the budget where alpha is free to choose it, and realised "
         "close to both: a ratio near 1 means that a step does what was asked of it.",
     )
@@ -192,9 +198,11 @@ def _length(groups: Sequence[Group]) -> Figure:
     left.set_ylim(bottom=0)
     right.set_ylim(-0.02, 1.02)
     title = "Responses"
-    return Figure(
+    return complete(
+        canvas,
+        "length",
         title,
-        render(canvas, "length", title, groups),
+        groups,
         "Length that grows without a gain in accuracy costs time for nothing; a share "
         "that stays high means that answers do not come to their end.",
     )

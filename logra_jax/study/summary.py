@@ -25,6 +25,7 @@ from logra_jax.training.alarms import read_alarms
 from logra_jax.training.journal import has_metrics, read_metrics
 
 Row = Mapping[str, Any]
+Record = Mapping[str, Any]  # a line of `results.jsonl`
 PARTS = ("program", "weights", "sketches", "optimizer", "reference")
 REST = "activations"  # and temporaries: what the peak holds beside the parts
 
@@ -47,6 +48,32 @@ class Spread(NamedTuple):
         if not found:
             return None
         return cls(float(np.mean(found)), min(found), max(found), len(found))
+
+
+class Group:
+    """The runs of one combination of the axes, which differ in their seeds."""
+
+    def __init__(self, name: str, records: Sequence[Record]):
+        self.name = name
+        self.all = list(records)
+        self.done = [r for r in records if r["status"] != "failed" and r.get("steps")]
+
+    def spread(self, *keys: str) -> Spread | None:
+        """Of a number at these keys of the records."""
+
+        def find(record: Record) -> float | None:
+            value: Any = record
+            for key in keys:
+                value = value.get(key) if isinstance(value, Mapping) else None
+            return value
+
+        return Spread.of([find(record) for record in self.done])
+
+    @property
+    def failure(self) -> str | None:
+        """Where its runs failed, if none of them was done."""
+        failed = [r for r in self.all if r["status"] == "failed"]
+        return f"failed in {failed[0]['phase']}" if failed and not self.done else None
 
 
 def summarise(cell: Cell, cell_dir: Path) -> dict[str, Any]:

@@ -1,14 +1,18 @@
 """What a study says of its runs, from journals whose numbers are known."""
 
 import json
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from logra_jax.study.compare import write_results
+from logra_jax.study.compare_figures import by_layer, write_heat_map
 from logra_jax.study.compare_report import write_report
 from logra_jax.study.matrix import Study, load_study
 from logra_jax.study.summary import Spread, max_of_mean, summarise_run
+from logra_jax.training.config import to_yaml
 from logra_jax.training.journal import Journal
 
 BASE = "model: {path: a-model}\ntrain: {steps: 5}\n"
@@ -18,6 +22,7 @@ seeds: [0, 1]
 axes: {method: {logra: {}, adamw: {optimizer.kind: adamw}}}
 baseline: {method: adamw}
 """
+FIGURES = ("reward", "accuracy", "kl", "length", "time", "memory")
 MACHINE = {"device": "a card", "versions": {"jax": "0.1"}}
 
 
@@ -67,6 +72,7 @@ def finish(study: Study, study_dir: Path, *, failing: str = "") -> str:
         else:
             gib = {"logra": 2.0, "adamw": 6.0}[method] + seed
             write_run(cell_dir / "run", gib=gib, accuracy=0.5 + 0.1 * seed)
+            (cell_dir / "run" / "config.yaml").write_text(to_yaml(cell.config))
             (cell_dir / "machine.json").write_text(json.dumps(MACHINE))
         (cell_dir / "outcome.json").write_text(json.dumps(outcome))
     records = write_results(study, study_dir)
@@ -140,6 +146,21 @@ def test_a_conclusion_names_model_task_machine_and_seeds(study: Study, tmp_path:
     assert "On a-model, chain_sum (reasoning_gym), a card, 2 seeds:" in line
     assert "the ranges of `method=adamw` overlap with it" in line
     assert "least for `method=logra`: 6.00 GiB" in line
+
+
+def test_figures_are_drawn_and_named_in_the_report(study: Study, tmp_path: Path):
+    report = finish(study, tmp_path / "out")
+    drawn = {path.name for path in (tmp_path / "out").glob("*.png")}
+    assert drawn == set(re.findall(r"!\[[^]]*\]\((.*?)\)", report))
+    assert drawn == {f"{name}.png" for name in FIGURES}
+
+
+def test_a_heat_map_is_of_layers_and_ranks(tmp_path: Path):
+    cosines = {"a.q_proj": [[0.1, 0.3], [0.2, 0.4]], "a.k_proj": [[0.3, 0.5]] * 2}
+    result = {"ranks": [4, 16], "cosines": {"rademacher": cosines}}
+    write_heat_map(tmp_path / "map.png", result)
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+    assert by_layer(cosines) == pytest.approx(np.array([[0.2, 0.4], [0.25, 0.45]]))
 
 
 def test_the_same_records_give_the_same_report(study: Study, tmp_path: Path):
