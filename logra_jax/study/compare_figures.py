@@ -48,6 +48,7 @@ def write_heat_map(path: Path, result: Mapping[str, Any]) -> None:
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Canvas
+    from matplotlib.ticker import MaxNLocator
 
     maps = {kind: by_layer(found) for kind, found in result["cosines"].items()}
     highest = max(float(np.nanmax(m)) for m in maps.values())
@@ -62,6 +63,7 @@ def write_heat_map(path: Path, result: Mapping[str, Any]) -> None:
             axes.set_xticks(range(len(result["ranks"])), map(str, result["ranks"]))
             for column, mean in enumerate(np.nanmean(cosines, 0)):
                 _write_mean(axes, column, mean, highest)
+        panels[0].yaxis.set_major_locator(MaxNLocator(integer=True))
         panels[0].set_ylabel("layer (mean of its projections)")
         assert image is not None
         canvas.colorbar(image, ax=panels, label="cosine of G and S A")

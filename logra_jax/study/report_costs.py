@@ -36,6 +36,7 @@ from logra_jax.training.figure_style import (
     SKY,
     Series,
 )
+from logra_jax.training.journal import warm
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -120,8 +121,8 @@ def memory_figure(groups: Sequence[Group]) -> Figure:
         panels[0].set(title="What an update holds", xlabel="GiB")
         legend_below(panels[0], columns=2)
         reading = (
-            "Activations and temporaries are the mean peak of an update less the other "
-            "parts. "
+            "Activations and temporaries are the mean peak of an update, compiling "
+            "ones left out, less the other parts. "
         )
     overlay(panels[-1], groups, lambda run: recorded(run, key), np.max)
     if key == "memory/update_peak_gib":
@@ -172,7 +173,8 @@ def breakdown(run: Run) -> dict[str, float]:
     """
     first = run.rows[0]
     parts = {name: first.get(f"memory/{name}_gib", 0.0) for name in _PARTS}
-    peaks = recorded(run, "memory/update_peak_gib").values
+    updates = [row for row in run.rows if "memory/update_peak_gib" in row]
+    peaks = Series.of(warm(updates), "memory/update_peak_gib").values
     if "memory/weights_gib" not in first or not len(peaks):
         return {}
     rest = max(0.0, float(np.mean(peaks)) - sum(parts.values()))

@@ -22,7 +22,7 @@ import numpy as np
 from logra_jax.study import cell as child
 from logra_jax.study.matrix import Cell
 from logra_jax.training.alarms import read_alarms
-from logra_jax.training.journal import has_metrics, read_metrics
+from logra_jax.training.journal import has_metrics, read_metrics, warm
 
 Row = Mapping[str, Any]
 Record = Mapping[str, Any]  # a line of `results.jsonl`
@@ -114,7 +114,7 @@ def update_peaks(run_dir: Path) -> dict[int, float]:
     """The peak of each update in which nothing was compiled, GiB, by step."""
     rows = [row for row in read_metrics(run_dir) if "reward" in row]
     key = "memory/update_peak_gib"
-    return {row["step"]: row[key] for row in _warm(rows) if key in row}
+    return {row["step"]: row[key] for row in warm(rows) if key in row}
 
 
 def max_of_mean(runs: Sequence[Mapping[int, float]]) -> float | None:
@@ -167,8 +167,8 @@ def _kl(rows: Sequence[Row]) -> dict[str, float]:
 
 def _memory(rows: Sequence[Row], updates: Sequence[Row]) -> dict[str, float]:
     key, whole = "memory/update_peak_gib", "memory/step_peak_gib"
-    peaks = [row[key] for row in _warm(updates) if key in row]
-    steps = [row[whole] for row in _warm(updates) if whole in row]
+    peaks = [row[key] for row in warm(updates) if key in row]
+    steps = [row[whole] for row in warm(updates) if whole in row]
     every = [row[key] for row in updates if key in row]
     found: dict[str, float] = {}
     if peaks:
@@ -186,7 +186,7 @@ def _memory(rows: Sequence[Row], updates: Sequence[Row]) -> dict[str, float]:
 def _seconds(rows: Sequence[Row]) -> dict[str, float]:
     """Of an update on the device, and of a whole step from one row to the next."""
     key = "seconds/step"
-    steps = [row[key] for row in _warm(rows) if key in row]
+    steps = [row[key] for row in warm(rows) if key in row]
     if not steps:
         return {}
     low, middle, high = np.percentile(steps, (10, 50, 90))
@@ -197,9 +197,3 @@ def _seconds(rows: Sequence[Row]) -> dict[str, float]:
     if between:
         found["end_to_end"] = float(np.mean(between))
     return {name: float(value) for name, value in found.items()}
-
-
-def _warm(rows: Sequence[Row]) -> list[Row]:
-    """The rows in which nothing was compiled; all, where there are no such."""
-    warm = [row for row in rows if not row.get("seconds/compile")]
-    return warm or list(rows)

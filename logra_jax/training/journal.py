@@ -10,12 +10,14 @@ machine decides: the keys under `seconds/` and `memory/` (see `deterministic`).
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from logra_jax.training.paths import write_aside
+
+R = TypeVar("R", bound=Mapping[str, Any])
 
 _FILE = "metrics.jsonl"
 _CLOCKED = ("seconds/", "rate/", "memory/")
@@ -124,6 +126,12 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
 def deterministic(values: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics that a seed determines: all but `seconds/`, `rate/`, `memory/`."""
     return {k: v for k, v in values.items() if not k.startswith(_CLOCKED)}
+
+
+def warm(rows: Sequence[R]) -> list[R]:
+    """The rows in which nothing was compiled; all, where there are no such."""
+    found = [row for row in rows if not row.get("seconds/compile")]
+    return found or list(rows)
 
 
 def _truncate(path: Path, last_step: int) -> None:

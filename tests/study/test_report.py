@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 import re
@@ -347,6 +348,10 @@ def test_the_parts_of_memory_add_up_to_the_mean_peak(tmp_path):
     drawn = figures_of(path)["Memory"].svg
     assert "activations and temporaries" in drawn
     assert "reference weights" not in drawn
+    # An update that compiles holds the compiler's memory too.
+    compiling = {"seconds/compile": 9.0, "memory/update_peak_gib": 70.0}
+    rows = [row | compiling if row["step"] == 1 else row for row in read_run(path).rows]
+    assert breakdown(dataclasses.replace(read_run(path), rows=rows)) == parts
     small = write_run(tmp_path / "b", first=first, extra={"memory/update_peak_gib": 1})
     assert breakdown(read_run(small))["rest"] == 0
     whole = {"memory/update_peak_gib": 2.5, "memory/step_peak_gib": 3.0}
