@@ -4,8 +4,8 @@
 
 `logra compare` makes the directory with ``config.yaml`` and ``request.json`` and reads
 what this leaves: ``phase``, what is being done; ``result.json`` of a plan or a
-measurement; ``run/``, the run directory of a training; ``machine.json``, what it ran
-on; or ``error.json``, if it failed.
+measurement, and ``machine.json``; ``run/``, the run directory of a training; or
+``error.json``, if it failed.
 """
 
 import dataclasses
@@ -24,7 +24,6 @@ from logra_jax.training.schema import Config
 
 CONFIG, REQUEST, RESULT = "config.yaml", "request.json", "result.json"
 ERROR, PHASE, RUN = "error.json", "phase", "run"
-MACHINE = "machine.json"
 
 _FAILED = 1
 
@@ -43,9 +42,7 @@ def main(cell_dir: Path) -> int:
         config = load_config(cell_dir / CONFIG)
         request = json.loads((cell_dir / REQUEST).read_text())
         do = _KINDS[request["kind"]]
-        status = do(cell_dir, config, request["arguments"], on_phase)
-        write_aside(cell_dir / MACHINE, json.dumps(_machine()))
-        return status
+        return do(cell_dir, config, request["arguments"], on_phase)
     except Exception as error:
         traceback.print_exc()
         message = " ".join(str(error).split())
@@ -86,14 +83,10 @@ def _reconstruction(
     return 0
 
 
-def _machine() -> dict[str, Any]:
-    """Only afterwards: a run chooses its devices itself."""
-    from logra_jax.study.machine import describe_machine
-
-    return describe_machine()
-
-
 def _write_result(cell_dir: Path, result: dict[str, Any]) -> None:
+    from logra_jax.training.machine import write_machine
+
+    write_machine(cell_dir)
     write_aside(cell_dir / RESULT, json.dumps(result))
 
 

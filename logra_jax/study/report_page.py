@@ -94,7 +94,9 @@ def _task(run: Run) -> str:
 
 
 def _hardware(run: Run) -> str:
-    """What the journal and the config tell of the machine."""
+    """The machine, or what the journal and the config tell of it."""
+    if "device" in run.machine:
+        return str(run.machine["device"])
     devices = math.prod(
         size
         for axis in ("data", "fsdp", "tensor")

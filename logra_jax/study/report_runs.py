@@ -25,7 +25,7 @@ from logra_jax.training.samples import SAMPLES_DIRECTORY, Sample, read_samples
 
 # As training.checkpoint and training.export name them, which load JAX.
 CONFIG_FILE, MODEL_DIRECTORY = "config.yaml", "model"
-_DATA_FILE = "data.json"
+_DATA_FILE, _MACHINE_FILE = "data.json", "machine.json"
 
 
 class Score(NamedTuple):
@@ -48,6 +48,7 @@ class Run:
         config: its values by dotted key.
         rows: of the journal; at least one.
         data: `data.json`; empty where there is none.
+        machine: `machine.json`; empty where there is none.
         alarms: lines of `alarms.jsonl`.
         has_model: whether the trained model was exported, which a run does last.
     """
@@ -58,6 +59,7 @@ class Run:
     config: Mapping[str, Any]
     rows: Sequence[dict[str, Any]]
     data: Mapping[str, Any]
+    machine: Mapping[str, Any]
     alarms: Sequence[Mapping[str, Any]]
     has_model: bool
 
@@ -225,7 +227,7 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
             f"`RUN_DIR` must hold the metrics of a training run, got {str(path)!r}, "
             "with a line that has no `step`; give the `run_dir` of a training run."
         )
-    data = path / _DATA_FILE
+    data, machine = path / _DATA_FILE, path / _MACHINE_FILE
     text = _text(stored)
     return Run(
         path=path,
@@ -234,6 +236,7 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
         config=_flat_config(text, stored),
         rows=rows,
         data=_json(data) if data.is_file() else {},
+        machine=_json(machine) if machine.is_file() else {},
         alarms=_alarms(path),
         has_model=(path / MODEL_DIRECTORY).is_dir(),
     )

@@ -23,6 +23,7 @@ from logra_jax.study import cell as child
 from logra_jax.study.matrix import Cell
 from logra_jax.training.alarms import read_alarms
 from logra_jax.training.journal import has_metrics, read_metrics, warm
+from logra_jax.training.machine import MACHINE_FILE
 
 Row = Mapping[str, Any]
 Record = Mapping[str, Any]  # a line of `results.jsonl`
@@ -79,11 +80,14 @@ class Group:
 def summarise(cell: Cell, cell_dir: Path) -> dict[str, Any]:
     """What a cell that is done came to, for its line of `results.jsonl`."""
     found: dict[str, Any] = {}
-    for name in (child.MACHINE, child.RESULT):
-        path = cell_dir / name
+    run_dir = cell_dir / child.RUN
+    for path in (
+        cell_dir / child.RESULT,
+        cell_dir / MACHINE_FILE,
+        run_dir / MACHINE_FILE,
+    ):
         if path.exists():
             found[path.stem] = json.loads(path.read_text())
-    run_dir = cell_dir / child.RUN
     if cell.kind == "train" and has_metrics(run_dir):
         found |= summarise_run(run_dir)
         found["run_dir"] = str(run_dir.relative_to(cell_dir.parents[1]))

@@ -15,6 +15,7 @@ from orbax.checkpoint import checkpoint_managers
 
 from logra_jax.training.data_record import DATA_FILE
 from logra_jax.training.journal import has_metrics, read_metrics
+from logra_jax.training.machine import MACHINE_FILE
 from logra_jax.training.paths import write_aside
 from logra_jax.training.schema import Config
 from logra_jax.training.state import TrainState
@@ -229,7 +230,7 @@ def check_shared(run_dir: Path) -> None:
 
 def discard_start(run_dir: Path) -> None:
     """Take back what a run that never began has left in its directory."""
-    for name in (CONFIG_FILE, DATA_FILE):
+    for name in (CONFIG_FILE, DATA_FILE, MACHINE_FILE):
         (run_dir / name).unlink(missing_ok=True)
     shutil.rmtree(run_dir / _DIRECTORY, ignore_errors=True)
     with contextlib.suppress(OSError):  # not empty: somebody else's

@@ -55,6 +55,7 @@ from logra_jax.training.export import MODEL_DIRECTORY, export_model, take_best
 from logra_jax.training.interrupt import Interrupt
 from logra_jax.training.journal import has_metrics, read_metrics
 from logra_jax.training.layout import first_state, gradient_shapes
+from logra_jax.training.machine import write_machine
 from logra_jax.training.memory import memory_parts, usage
 from logra_jax.training.minibatches import Minibatches
 from logra_jax.training.paths import default_run_dir
@@ -119,6 +120,7 @@ def train(config: Config, *, on_phase: Callable[[str], None] | None = None) -> i
         # Only now: a start that was refused leaves no run behind.
         from_leader(write_config, run_dir, to_yaml(config))
         from_leader(write_data_record, run_dir, record)
+        from_leader(write_machine, run_dir)
         del policy
         try:
             together(check_shared, run_dir)

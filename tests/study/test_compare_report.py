@@ -73,7 +73,7 @@ def finish(study: Study, study_dir: Path, *, failing: str = "") -> str:
             gib = {"logra": 2.0, "adamw": 6.0}[method] + seed
             write_run(cell_dir / "run", gib=gib, accuracy=0.5 + 0.1 * seed)
             (cell_dir / "run" / "config.yaml").write_text(to_yaml(cell.config))
-            (cell_dir / "machine.json").write_text(json.dumps(MACHINE))
+            (cell_dir / "run" / "machine.json").write_text(json.dumps(MACHINE))
         (cell_dir / "outcome.json").write_text(json.dumps(outcome))
     records = write_results(study, study_dir)
     return write_report(study, study_dir, records).read_text()

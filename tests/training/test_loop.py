@@ -61,6 +61,7 @@ def test_a_run_leaves_everything_a_user_was_promised(finished_run: Path):
     names = {path.name for path in finished_run.iterdir()}
     assert names >= {
         "config.yaml",
+        "machine.json",
         "metrics.jsonl",
         "tensorboard",
         "checkpoints",

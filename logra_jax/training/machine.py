@@ -1,5 +1,6 @@
-"""What a study ran on."""
+"""What a run goes on: `machine.json` of its directory."""
 
+import json
 import os
 import platform
 from importlib import metadata
@@ -8,8 +9,16 @@ from typing import Any
 
 import jax
 
+from logra_jax.training.paths import write_aside
+
+MACHINE_FILE = "machine.json"
 _PACKAGES = ("logra-jax", "jax", "flax", "optax")
 _CPUINFO = Path("/proc/cpuinfo")
+
+
+def write_machine(run_dir: Path) -> None:
+    """Put what this process goes on into the run directory."""
+    write_aside(run_dir / MACHINE_FILE, json.dumps(describe_machine()) + "\n")
 
 
 def describe_machine() -> dict[str, Any]:
