@@ -57,6 +57,7 @@ def test_a_notebook_imports_the_library(path):
     assert any("import logra_jax as logra" in cell.source for cell in code(read(path)))
 
 
+@pytest.mark.slow
 @each
 def test_a_notebook_runs_and_a_numbered_one_shows_plots(path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)

@@ -16,6 +16,8 @@ from logra_jax import cli
 from logra_jax.study.compare import compare_command
 from logra_jax.training.journal import read_metrics
 
+pytestmark = pytest.mark.slow
+
 STUDY = """\
 config: tiny.yaml
 set: {{train.steps: 4, train.eval_every: 4, train.checkpoint_every: 1}}
