@@ -236,6 +236,16 @@ def _forget_now_and_then() -> None:
         forget()
 
 
+def _where(module: str, error: Exception) -> str:
+    """Where a module that is not there should be, or what it should be called."""
+    root = module.partition(".")[0]
+    if module.endswith(".py") and isinstance(error, ModuleNotFoundError):
+        return f"; leave out the .py: {module.removesuffix('.py')}"
+    if isinstance(error, ModuleNotFoundError) and error.name == root:
+        return f"; the working directory, {os.getcwd()}, has no {root}.py"
+    return ""
+
+
 @functools.cache
 def _find(function: str) -> Callable[..., float]:
     """The function that "module:function" names.
@@ -257,7 +267,7 @@ def _find(function: str) -> Callable[..., float]:
         reason = " ".join(str(error).split())
         raise ValueError(
             f"`reward.function` must name a module that can be imported, got "
-            f"{function!r}: {type(error).__name__}: {reason}"
+            f"{function!r}: {type(error).__name__}: {reason}{_where(module, error)}"
         ) from error
     if not isinstance(found, Callable):
         raise ValueError(

@@ -18,22 +18,24 @@ class Columns:
 
     Attributes:
         question: the user's message, text.
-        answer: the reference answer, text, a number or a truth value.
+        answer: the reference answer, text, a number or a truth value; None where there
+            is none, and a reward of one's own needs none.
         family: what accuracy is averaged over; None for one family.
         keep: further ones, for a reward of one's own: `entry["metadata"]` holds them.
     """
 
     question: str = "question"
-    answer: str = "answer"
+    answer: str | None = "answer"
     family: str | None = None
     keep: tuple[str, ...] = ()
 
     @property
     def named(self) -> list[tuple[str, str]]:
         """What each named column is for, and its name."""
-        family = [] if self.family is None else [("family", self.family)]
+        some = {"answer": self.answer, "family": self.family}
+        given = [(column, name) for column, name in some.items() if name is not None]
         keep = [("keep", name) for name in self.keep]
-        return [("question", self.question), ("answer", self.answer), *family, *keep]
+        return [("question", self.question), *given, *keep]
 
 
 def needed(columns: Columns, there: Sequence[str], where: str) -> list[str]:
@@ -75,7 +77,9 @@ def questions_of(
                 f"`columns.question` must name text, got {_show(question)} in "
                 f"`{columns.question}` of {where}{_hint(columns.question, question)}"
             )
-        answer = _text(row, columns.answer, "answer", where)
+        answer = ""
+        if columns.answer is not None:
+            answer = _text(row, columns.answer, "answer", where)
         family = ""
         if columns.family is not None:
             family = _text(row, columns.family, "family", where)
@@ -122,6 +126,8 @@ def _value(row: Mapping[str, Any], path: str, column: str, where: str) -> Any:
 
 
 def _missing(column: str, path: str, where: str, part: str, hint: str) -> ValueError:
+    if column == "answer":  # the one that a table may well lack
+        hint = f"{hint.removesuffix('?')}, or null, for questions without one?"
     return ValueError(
         f"`columns.{column}` must name a column, got {path!r}, of which {where} has no "
         f"{part!r}{hint}"

@@ -247,7 +247,8 @@ def _explain(error: Any, layers: Sequence[Mapping[str, Any]]) -> str:
     key = error.full_key or ""
     kind = _leaf_type(key)
     if isinstance(error, MissingMandatoryValue):
-        return f"`{key}` is missing: it has no default, give it in the file."
+        missing = ".".join([key, *_first_required(kind)])
+        return f"`{missing}` is missing: it has no default, give it in the file."
     if not isinstance(error, ValidationError) or kind is None:
         return f"The config cannot be read: {_one_line(error)}."
     value: Any = None
@@ -257,6 +258,14 @@ def _explain(error: Any, layers: Sequence[Mapping[str, Any]]) -> str:
             node = node.get(part, value) if isinstance(node, Mapping) else value
         value = node
     return f"`{key}` must be {_describe(kind)}, got {show(value)}."
+
+
+def _first_required(kind: Any) -> list[str]:
+    """The name of a section's first field without a default, if it has one."""
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    none = dataclasses.MISSING
+    needed = (f for f in fields if f.default is none and f.default_factory is none)
+    return [f.name for f in needed][:1]
 
 
 def _describe(kind: Any) -> str:

@@ -80,7 +80,8 @@ class TrainConfig:
     batch: int = 64
     """Responses per update."""
     microbatch: int = 16
-    """Responses whose activations are held at once, on each device of the mesh."""
+    """Responses whose activations are held at once, on each device of the mesh; all of
+    a batch that is smaller."""
     microbatch_tokens: int | None = None
     """Tokens whose activations are held at once, in place of `microbatch`: responses of
     any length are packed into rows of so many tokens. Null pads them."""
@@ -105,7 +106,7 @@ class TrainConfig:
             name = "train.microbatch_tokens"
             at_least(name, self.microbatch_tokens, 1, "null packs nothing")
         require(
-            self.batch % self.microbatch == 0,
+            self.batch % min(self.microbatch, self.batch) == 0,
             "train.microbatch",
             self.microbatch,
             f"divide `train.batch` ({self.batch})",
@@ -190,6 +191,7 @@ class Config:
         )
 
         self._check_eval_sets()
+        self._check_references()
         self._check_kind()
 
     def _check_eval_sets(self) -> None:
@@ -209,6 +211,21 @@ class Config:
             "be above 0 without `eval.sets`",
             "there would be nothing to measure on",
         )
+
+    def _check_references(self) -> None:
+        """Refuse questions without answers where the reward compares with them."""
+        own = self.reward.kind
+        kinds = [("task", self.task.columns, own)]
+        for name, one in self.eval.sets.items():
+            kinds.append((f"eval.sets.{name}", one.columns, one.reward or own))
+        for section, columns, kind in kinds:
+            require(
+                columns.answer is not None or kind == "python",
+                f"{section}.columns.answer",
+                None,
+                f"name a column when the reward is {kind}",
+                "reward.kind=python can do without",
+            )
 
     def _check_kind(self) -> None:
         """Refuse what is made of sketches, or of their factors, without such."""

@@ -23,8 +23,9 @@ class ColumnsConfig:
 
     question: str = "question"
     """The user's message."""
-    answer: str = "answer"
-    """The reference answer: text or a number."""
+    answer: str | None = "answer"
+    """The reference answer: text or a number; null where there is none, and
+    `reward.function` needs none."""
     family: str | None = None
     """What accuracy is averaged over; null for one family."""
     keep: list[str] = field(default_factory=list)

@@ -160,6 +160,23 @@ def test_blank_lines_and_a_byte_order_mark_are_no_questions(tmp_path):
     assert len(file_questions(str(path), Columns())) == 1
 
 
+def test_questions_need_no_reference_answer_where_none_is_named(tmp_path):
+    rows = [{"question": row["question"], "note": row["note"]} for row in ROWS]
+    columns = Columns(answer=None, keep=("note",))
+    for path in (
+        write_jsonl(tmp_path / "a.jsonl", rows),
+        write_csv(tmp_path / "a.csv", rows),
+        write_parquet(tmp_path / "a.parquet", rows),
+    ):
+        found = file_questions(str(path), columns)
+        assert [(q.text, q.answer) for q in found] == [
+            (row["question"], "") for row in rows
+        ]
+        assert [q.entry["metadata"] for q in found] == [
+            {"note": row["note"]} for row in rows
+        ]
+
+
 def refused(tmp_path, content, columns=None, name="a.jsonl"):
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -184,7 +201,8 @@ LINE = '{"question": "a?", "answer": "b"}\n'
         (
             '{"question": "a?", "anwser": "b"}',
             "`columns.answer` must name a column, got 'answer', of which line 1 of "
-            "a.jsonl has no 'answer'; did you mean 'anwser'?",
+            "a.jsonl has no 'answer'; did you mean 'anwser', or null, for questions "
+            "without one?",
         ),
         (
             LINE + '{"question": "a?", "answer": null}',
@@ -242,7 +260,7 @@ def test_a_path_that_leads_nowhere_says_where_it_ends(tmp_path, path, message):
         ("question,answer\n", "must name files with questions"),
         ("question,answer\na?,b,c\n", "as in the first (2), got another number in "),
         ("question,answer\na?\n", "got another number in line 2 of a.csv"),
-        ("question,answr\na?,b\n", "has no 'answer'; did you mean 'answr'?"),
+        ("question,answr\na?,b\n", "has no 'answer'; did you mean 'answr', or null"),
         ('question,answer\n"a?,b\n', "must name files that can be read"),
     ],
 )

@@ -122,13 +122,19 @@ def test_function_of_the_users_own_is_found_in_the_working_directory(workplace):
     [
         ("rewards_at_work", "must look like 'module:function', got 'rewards_at_work'"),
         (":score", "must look like 'module:function', got ':score'"),
-        ("no_such_rewards:score", "No module named 'no_such_rewards'"),
+        (
+            "no_such_rewards:score",
+            "No module named 'no_such_rewards'; the working directory, {work}, has no "
+            "no_such_rewards.py",
+        ),
+        ("rewards_at_work.py:score", "; leave out the .py: rewards_at_work"),
         ("broken_rewards:score", "No module named 'no_such_module_at_all'"),
         ("rewards_at_work:scores", "rewards_at_work has no function scores"),
         ("rewards_at_work:LIMIT", "rewards_at_work has no function LIMIT"),
     ],
 )
 def test_function_that_is_not_there_is_refused_at_once(workplace, function, message):
+    message = message.format(work=workplace)
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         PythonReward(function)
     assert str(caught.value).startswith("`reward.function` must")

@@ -133,6 +133,11 @@ def test_null_and_quotes_in_a_text_field_mean_what_yaml_says(load):
     assert load("run_dir='null'").run_dir == "null"
 
 
+def test_a_batch_below_the_usual_microbatch_needs_no_other(load):
+    config = load("train.batch=8")
+    assert config.train.microbatch > config.train.batch == 8
+
+
 def test_every_config_file_of_the_repository_loads():
     for path in (REPOSITORY / "configs").glob("*.yaml"):
         assert load_config(path).name == path.stem
@@ -347,6 +352,7 @@ def test_an_override_that_does_not_fit_is_one_sentence(load, override, message):
         ("rollout.keep_updates=0", "be at least 1"),
         ("train.steps=0", "be at least 1"),
         ("train.microbatch=24", "divide `train.batch` (64), got 24; 16 does"),
+        ("task.columns.answer=null", "name a column when the reward is auto, got null"),
         ("train.microbatch_tokens=0", "be at least 1, got 0; null packs nothing"),
         ("train.eval_every=0", "be at least 1"),
         ("train.checkpoint_every=0", "be at least 1"),
@@ -433,6 +439,7 @@ def test_activations_narrower_than_the_weights_are_refused(load):
         ("", "`model` is missing: it has no default"),
         ("model: {}\ntrain: {steps: 1}\n", "`model.path` must name a model, got null"),
         ("train: {steps: 1}\n", "`model` is missing"),
+        ("model: {path: a}\n", "`train.steps` is missing: it has no default"),
         (
             "model: {path: a, preset: qwen2.5-7b}\ntrain: {steps: 1}\n",
             "`model.preset` must be null beside `model.path` ('a'), got 'qwen2.5-7b'",

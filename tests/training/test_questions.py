@@ -83,6 +83,22 @@ def test_every_source_splits_by_class_and_loads_the_same_again(load, write, over
     assert other.held_out != task.held_out
 
 
+def test_questions_without_answers_are_for_rewards_of_ones_own(load, write):
+    rows = [{"question": f"A word that begins with {c}?"} for c in "abcdefgh"]
+    without = [*files(write(rows)), "task.columns.answer=null"]
+    own = ["reward.kind=python", "reward.function=my_rewards:score"]
+    task = load_questions(load(*without, *own))
+    assert len(task.train) + len(task.held_out) == 8
+    others = files(write(rows, "b.jsonl"), "eval.sets.b")
+    others += ["eval.sets.b.columns.answer=null", "eval.sets.b.reward=exact"]
+    for overrides, section in (
+        ([*without, "reward.kind=exact"], "task"),
+        ([*without, *own, *others], "eval.sets.b"),
+    ):
+        with pytest.raises(ValueError, match=rf"^`{section}.columns.answer` must name"):
+            load(*overrides)
+
+
 def test_a_commuted_question_of_a_file_stays_on_its_side(load, write):
     task = load_task(load(*files(write(ROWS))))
     assert len(classes(task.train + task.held_out)) == 10  # of 16, 6 of them pairs
