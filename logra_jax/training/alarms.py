@@ -59,6 +59,14 @@ def _update(values: Values, limits: MonitorConfig, responses: int) -> Iterator[A
             f"The update was dropped: its predicted KL is {q:.3g} and alpha is "
             f"{alpha:.3g}; look for rewards or log-probs that are not finite.",
         )
+    elif values.get("update/sketch_norm") == 0:
+        reward = values.get("reward", 0.0)
+        yield Alarm(
+            "taught_nothing",
+            f"The batch taught nothing, its rewards (mean {reward:.3g}) being all "
+            "alike: read what samples/ keeps, try the reward on answers whose score "
+            f"you know, or ask {'easier' if reward <= 0 else 'other'} questions.",
+        )
     elif (rows := values.get("update/rows_dropped", 0)) > 0:
         yield Alarm(
             "rows_dropped",

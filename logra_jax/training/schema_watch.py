@@ -10,6 +10,7 @@ from logra_jax.training.schema_task import EvalSetConfig
 ALARMS = (
     "update_dropped",
     "rows_dropped",
+    "taught_nothing",
     "kl_ratio",
     "kl_realised",
     "landed_nothing",

@@ -55,6 +55,7 @@ def test_a_healthy_update_raises_none():
 FAULTS = {
     "update_dropped": {"alpha": 0.0, "kl/q": math.nan, "kl/predicted": math.nan},
     "rows_dropped": {"update/rows_dropped": 3.0},
+    "taught_nothing": {"reward": 0.0, "update/sketch_norm": 0.0},
     "kl_ratio": {"kl/realised": 3.5e-3},
     "kl_realised": {"kl/realised": math.nan},
     "landed_nothing": {"landed/q_proj/changed": 0.0},
@@ -123,7 +124,7 @@ def test_an_update_that_did_not_move_is_not_also_small():
     }
     assert names(nothing) == ["landed_nothing"]
     # Rewards that are all alike give no gradient: nothing is wrong with its landing.
-    assert names(nothing | {"update/sketch_norm": 0.0}) == []
+    assert names(nothing | {"update/sketch_norm": 0.0}) == ["taught_nothing"]
     assert names(nothing | {"update/sketch_norm": 0.1}) == ["landed_nothing"]
 
 
