@@ -1,6 +1,7 @@
 import doctest
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 from pathlib import Path
@@ -100,7 +101,7 @@ def test_the_examples_in_docstrings_hold(name: str):
 
 
 def test_the_snippet_in_the_readme_trains():
-    (snippet,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    snippet, _ = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     scope: dict = {}
     exec(snippet, scope)
     before = scope["nnx"].split(scope["model"], scope["logra"].Probe, ...)[2]
@@ -111,15 +112,23 @@ def test_the_snippet_in_the_readme_trains():
     assert loss[1] < loss[0]
 
 
-def test_the_sections_of_a_config_in_the_readme_are_taken(tmp_path: Path):
+def test_the_files_of_a_task_of_ones_own_in_the_readme_load_and_score(tmp_path: Path):
+    from logra_jax.rl.tasks import Question
     from logra_jax.training.config import load_config
 
-    (sections,) = re.findall(r"```yaml\n(.*?)```", README.read_text(), re.DOTALL)
-    rest = """
-model: {path: a-model}
-train: {steps: 8, eval_every: 8, checkpoint_every: 8}
-rollout: {max_new_tokens: 512}
-"""
-    path = tmp_path / "readme.yaml"
-    path.write_text(sections + rest)
+    text = README.read_text()
+    least, more = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    path = tmp_path / "my_task.yaml"
+    path.write_text(least)
+    assert load_config(path).reward.function == "my_rewards:score"
+    path.write_text("model: {path: a-model}\n" + more)
     assert load_config(path).best_metric == "heldout/sampled"
+
+    _, reward = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    scope: dict = {}
+    exec(reward, scope)
+    (line,) = re.findall(r"`({\"question\".*?})`", text)
+    row = json.loads(line)
+    question = Question(row["question"], str(row["answer"]), {})
+    answers = ("47, of course, not 12", "47", "12 or 47", "")
+    assert [scope["score"](one, question) for one in answers] == [1, 1, 0, 0]
