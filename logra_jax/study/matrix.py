@@ -32,6 +32,7 @@ from logra_jax.training.schema import Config
 
 Kind = Literal["plan", "reconstruction", "train"]
 Settings = Mapping[str, Any]  # dotted keys of a config and their values
+_LONGEST = 200  # bytes of a cell's name: file systems take 255 at most
 
 KEYS = (
     "config",
@@ -143,7 +144,8 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
     require(isinstance(base, str), "config", base, "name a config file")
     given = _mapping("set", tree.get("set"))
     seeds = tree.get("seeds", [0])
-    require(_is_list_of(seeds, int), "seeds", seeds, "be a list of integers")
+    is_list = _is_list_of(seeds, int) and bool(seeds)
+    require(is_list, "seeds", seeds, "be a list of integers")
     require(len(set(seeds)) == len(seeds), "seeds", seeds, "differ from each other")
     for seed in seeds:
         seed_in_range("seeds", seed)
@@ -155,11 +157,14 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
     plan = _arguments(tree, "plan", {"tokens"})
     reconstruction = _arguments(tree, "reconstruction", {"ranks", "responses"})
     common = [_as_override(key, value) for key, value in given.items()] + rest
-    cells = _cells(path.parent / str(base), common, seeds, axes, plan, reconstruction)
+    cells = list(
+        _cells(path.parent / str(base), common, seeds, axes, plan, reconstruction)
+    )
+    _check_names(cells)
     return Study(
         name=path.stem,
         header=_header(path),
-        cells=list(cells),
+        cells=cells,
         axes={axis: list(options) for axis, options in axes.items()},
         seeds=seeds,
         baseline=_baseline(tree.get("baseline"), axes),
@@ -221,7 +226,7 @@ def _options(axis: str, values: Any) -> Mapping[str, Settings]:
     rule = "be a list of values, or a mapping from labels to what they set"
     if isinstance(values, Mapping):
         options: dict[str, Settings] = {
-            str(label): _mapping(f"axes.{axis}.{label}", settings)
+            _label(label): _mapping(f"axes.{axis}.{_label(label)}", settings)
             for label, settings in values.items()
         }
     else:
@@ -234,7 +239,26 @@ def _options(axis: str, values: Any) -> Mapping[str, Settings]:
 
 
 def _label(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    """As YAML has it; what JSON has not (a date) as text."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _check_names(cells: Sequence[Cell]) -> None:
+    """Refuse cells that would share a directory, or whose name no directory can have.
+
+    Names are compared as the file systems do that take a for A.
+    """
+    names: dict[str, Cell] = {}
+    for cell in cells:
+        size, remedy = len(cell.name.encode()), "give its values short labels"
+        require(size <= _LONGEST, "axes", cell.group, "give short names", remedy)
+        other = names.setdefault(cell.name.casefold(), cell)
+        if other is not cell:
+            raise ValueError(
+                f"`axes` must give each run a name of its own, got {other.group!r} and "
+                f"{cell.group!r}, both of which would be kept in {cell.name!r}; "
+                "change a label."
+            )
 
 
 def _check_keys(
@@ -245,18 +269,28 @@ def _check_keys(
         key: axis
         for axis, options in axes.items()
         for settings in options.values()
-        for key in settings
+        for key in _leaves(settings)
     }
     keys = [text.partition("=")[0] for text in rest]
     for key in [*given, *varied, *keys]:
         if key in _OWN:
             raise ValueError(f"`{key}` must not be set in a study: {_OWN[key]}.")
-    for key in keys:
-        if key in varied:
+    for key, other in itertools.product(keys, varied):
+        # A section holds its keys: either hides the other.
+        if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
             raise ValueError(
-                f"`{key}` must not be overridden: the axis `{varied[key]}` of the "
-                f"study sets it; override `axes.{varied[key]}` in its place."
+                f"`{key}` must not be overridden: the axis `{varied[other]}` of the "
+                f"study sets it; override `axes.{varied[other]}` in its place."
             )
+
+
+def _leaves(tree: Settings, prefix: str = "") -> Iterator[str]:
+    """Dotted keys of what is set, a section's own ones too."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
 
 
 def _baseline(value: Any, axes: Mapping[str, Mapping]) -> dict[str, str]:
@@ -290,7 +324,7 @@ def _is_list_of(value: Any, kind: type) -> bool:
 
 
 def _as_override(key: str, value: Any) -> str:
-    return f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+    return f"{key}={_label(value)}"
 
 
 def _override(tree: dict[str, Any], text: str) -> None:

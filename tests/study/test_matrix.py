@@ -103,6 +103,36 @@ def test_names_are_directories(write):
     assert not any("/" in name or " " in name for name in names)
 
 
+def test_cells_that_would_share_a_directory_are_refused(write):
+    """The second would be taken for done as soon as the first is."""
+    for labels in (
+        "'a b': {}, a/b: {optimizer.kind: lora}",
+        "A: {}, a: {kl.start: 0.1}",
+    ):
+        with pytest.raises(ValueError, match="must give each run a name of its own"):
+            load_study(write(), [f"axes={{x: {{{labels}}}}}", "baseline={}"])
+    with pytest.raises(ValueError, match=r"short names.* give its values short labels"):
+        load_study(write(), [f"axes={{model.path: [{'a' * 250}]}}", "baseline={}"])
+
+
+def test_labels_that_yaml_reads_as_other_than_text_are_what_the_file_says(write):
+    text = "config: base.yaml\naxes: {x: {true: {}, 1.5: {train.steps: 9}}}\n"
+    study = load_study(write(text + "baseline: {x: true}\n"))
+    assert study.axes == {"x": ["true", "1.5"]}
+    assert study.baseline == {"x": "true"}
+    dates = load_study(write(), ["axes={model.path: [2024-01-01]}", "baseline={}"])
+    assert dates.cells[0].config.model.path == "2024-01-01"
+
+
+def test_a_label_that_sets_a_section_hides_no_override(write):
+    axes = ["axes={x: {a: {}, b: {sketch: {rank: 8}}}}", "baseline={}"]
+    with pytest.raises(ValueError, match="the axis `x` of the study sets it"):
+        load_study(write(), [*axes, "sketch.rank=9"])
+    with pytest.raises(ValueError, match=r"the axis `sketch\.rank` of the study sets"):
+        load_study(write(), ["sketch={rank: 9}"])
+    assert load_study(write(), [*axes, "sketch.basis=gaussian"]).cells
+
+
 def test_the_header_is_the_comment_on_top(write):
     assert load_study(write()).header == "Two lines\nof header."
 
@@ -114,6 +144,7 @@ def test_the_header_is_the_comment_on_top(write):
         (["sketch.rank=3"], "the axis `sketch.rank` of the study sets it"),
         (["optimizer.kind=adamw"], "the axis `method` of the study sets it"),
         (["seeds=[0, 0]"], "`seeds` must differ from each other, got [0, 0]."),
+        (["seeds=[]"], "`seeds` must be a list of integers, got []."),
         (["seeds=3"], "`seeds` must be a list of integers, got 3."),
         (["seeds=[-1]"], "`seeds` must lie in [0, 2**32), got -1."),
         (["axes.method=3"], "`axes.method` must be a list of values, or a mapping"),
