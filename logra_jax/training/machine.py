@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 
+import logra_jax
 from logra_jax.training.paths import write_aside
 
 MACHINE_FILE = "machine.json"
-_PACKAGES = ("logra-jax", "jax", "flax", "optax")
+_PACKAGES = ("jax", "flax", "optax")
 _CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -30,6 +31,8 @@ def describe_machine() -> dict[str, Any]:
     else:
         device = f"{len(devices)} x {name}" if len(devices) > 1 else name
     versions = {"python": platform.python_version()}
+    # Not as a package: a source tree on the path has no metadata.
+    versions["logra-jax"] = logra_jax.__version__
     versions |= {name: metadata.version(name) for name in _PACKAGES}
     return {"device": device, "versions": versions}
 
