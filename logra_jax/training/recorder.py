@@ -77,8 +77,9 @@ class Recorder:
         parts: metrics of the process, written once, with the first row.
 
     Attributes:
-        stop: the alarm that is to end the run, once a row that was settled has raised
-            it; None in a process that keeps no record.
+        stop: the alarm that is to end the run, once a row that was settled, by this
+            process or by one before it, has raised it; None in a process that keeps no
+            record.
     """
 
     stop: Alarm | None
@@ -114,6 +115,7 @@ class Recorder:
                 self._journal = stack.enter_context(Journal(run_dir, resume_step=kept))
                 for row in read_metrics(run_dir):
                     self._alarm_watch.see(row)
+                    self.stop = self.stop or self._alarm_watch.stop
             self._stack = stack.pop_all()
 
     def __enter__(self) -> "Recorder":

@@ -119,6 +119,18 @@ def test_an_alarm_ends_a_run_that_exports_its_best(
     assert model(run_dir) == model(whole)
 
 
+def test_a_run_that_an_alarm_ended_stays_where_it_ended(
+    finished_copy: Path, tiny_config: Path
+):
+    """Killed while it exported its model, it would have gone on past the alarm."""
+    before = journal(finished_copy)
+    options = [f"resume={finished_copy}", "train.steps=9", "monitor.patience=1"]
+    options += ["monitor.stop_on=[truncated]", "monitor.max_truncated=0.0"]
+    assert max(row.get("length/truncated", 0.0) for row in before) > 0
+    assert main(["train", str(tiny_config), *options]) == STOPPED_BY_ALARM
+    assert journal(finished_copy) == before
+
+
 def journal(run_dir: Path) -> list[dict]:
     return [deterministic(row) for row in read_metrics(run_dir)]
 
