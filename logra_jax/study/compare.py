@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import math
 import os
 import shutil
 import signal
@@ -29,7 +30,7 @@ from logra_jax.study.compare_display import CompareDisplay
 from logra_jax.study.matrix import Cell, Study, load_study
 from logra_jax.training.config import load_config, to_yaml
 from logra_jax.training.interrupt import Interrupt
-from logra_jax.training.journal import has_metrics, read_metrics
+from logra_jax.training.journal import last_step
 from logra_jax.training.paths import write_aside
 
 CELLS, RESULTS, OUTCOME = "cells", "results.jsonl", "outcome.json"
@@ -88,8 +89,11 @@ def cell_dir_of(study_dir: Path, cell: Cell) -> Path:
 
 def read_outcome(cell_dir: Path) -> dict[str, Any] | None:
     """How a cell ended; None for one that has not."""
-    path = cell_dir / OUTCOME
-    return json.loads(path.read_text()) if path.exists() else None
+    try:
+        return json.loads((cell_dir / OUTCOME).read_text())
+    # A machine that lost its power may have left an empty file.
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def write_results(study: Study, study_dir: Path) -> list[dict[str, Any]]:
@@ -105,9 +109,18 @@ def write_results(study: Study, study_dir: Path) -> list[dict[str, Any]]:
             about |= {"labels": dict(cell.labels), "seed": cell.seed}
             about |= {"settings": dict(cell.settings)}
             records.append(about | outcome | summarise(cell, cell_dir))
-    lines = "".join(json.dumps(record) + "\n" for record in records)
+    lines = "".join(json.dumps(_finite(record)) + "\n" for record in records)
     write_aside(study_dir / RESULTS, lines)
     return records
+
+
+def _finite(value: Any) -> Any:
+    """With null for what is no number, which JSON has no word for."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _run_all(
@@ -122,11 +135,13 @@ def _run_all(
                 outcome = _run(study, cell, cell_dir, display, interrupt)
             if interrupt:
                 return interrupt.number
-            if outcome["status"] != "failed" and not keep_models:
-                _drop_models(cell_dir)
-            # Last: a cell is done when all of it is.
+            outcome["drops_models"] = outcome["status"] != "failed" and not keep_models
             write_aside(cell_dir / OUTCOME, json.dumps(outcome))
             write_results(study, study_dir)
+        # After the outcome, and again at each start: a kill on the way must leave no
+        # half of a checkpoint from which the cell would be gone on with.
+        if outcome.get("drops_models"):
+            _drop_models(cell_dir)
         display.done(cell, outcome)
     return 0
 
@@ -140,8 +155,7 @@ def _run(
 ) -> dict[str, Any]:
     """Do one cell; how it ended."""
     cell_dir.mkdir(parents=True, exist_ok=True)
-    arguments = {"plan": study.plan, "reconstruction": study.reconstruction}
-    request = {"kind": cell.kind, "arguments": arguments.get(cell.kind) or {}}
+    request = {"kind": cell.kind, "arguments": _arguments(study, cell)}
     write_aside(cell_dir / child.CONFIG, to_yaml(cell.config))
     write_aside(cell_dir / child.REQUEST, json.dumps(request))
     began, is_told = time.monotonic(), False
@@ -171,6 +185,12 @@ def _run(
     }
 
 
+def _arguments(study: Study, cell: Cell) -> dict[str, Any]:
+    """What a cell is asked beside its config."""
+    given = {"plan": study.plan, "reconstruction": study.reconstruction}
+    return dict(given.get(cell.kind) or {})
+
+
 def _outcome(cell_dir: Path, code: int) -> dict[str, Any]:
     """Status of a cell whose process has ended, and why where it failed."""
     if code in (0, _STOPPED_BY_ALARM):
@@ -195,10 +215,7 @@ def _phase(cell_dir: Path) -> str:
 
 
 def _steps_done(cell_dir: Path) -> int:
-    run_dir = cell_dir / child.RUN
-    if not has_metrics(run_dir):
-        return 0
-    return max((row["step"] for row in read_metrics(run_dir)), default=0)
+    return last_step(cell_dir / child.RUN) or 0
 
 
 def _drop_models(cell_dir: Path) -> None:
@@ -211,17 +228,25 @@ def _forget_failed(study: Study, study_dir: Path) -> None:
     for cell in study.cells:
         cell_dir = cell_dir_of(study_dir, cell)
         if (read_outcome(cell_dir) or {}).get("status") == "failed":
-            shutil.rmtree(cell_dir)
+            # At once: of a half that a kill left, the cell would be gone on with.
+            aside = cell_dir.with_name(f".{cell_dir.name}.old")
+            shutil.rmtree(aside, ignore_errors=True)
+            cell_dir.rename(aside)
+            shutil.rmtree(aside)
 
 
 def _check_same(study: Study, study_dir: Path) -> None:
-    """Refuse a directory in which one of the cells was done with another config."""
+    """Refuse a directory in which one of the cells was done with other values."""
     for cell in study.cells:
-        stored = cell_dir_of(study_dir, cell) / child.CONFIG
-        if not stored.exists():
+        cell_dir = cell_dir_of(study_dir, cell)
+        stored, request = cell_dir / child.CONFIG, cell_dir / child.REQUEST
+        if not stored.exists() or not request.exists():
             continue
-        before = _flat(dataclasses.asdict(load_config(stored)))
-        now = _flat(dataclasses.asdict(cell.config))
+        arguments = json.loads(request.read_text())["arguments"]
+        before = _flat({cell.kind: arguments} if arguments else {})
+        before |= _flat(dataclasses.asdict(load_config(stored)))
+        now = _flat({cell.kind: given} if (given := _arguments(study, cell)) else {})
+        now |= _flat(dataclasses.asdict(cell.config))
         keys = [k for k in {**before, **now} if before.get(k) != now.get(k)]
         if keys:
             key, directory = keys[0], stored.parent

@@ -68,7 +68,7 @@ def write_report(study: Study, study_dir: Path, records: Sequence[Record]) -> Pa
     parts = [f"# Study `{study.name}`", study.header, _about(study, records)]
     if groups:
         cells = [cell for cell in study.cells if cell.kind == "train"]
-        parts += [_conclusion(study, groups, cells[0], trained)]
+        parts += [_conclusion(cells, groups, trained)]
         parts += _sections(study, study_dir, groups, cells[0])
     parts += _failures(records)
     parts += _plans(records)
@@ -106,24 +106,29 @@ def _task(cell: Cell) -> str:
 
 
 def _conclusion(
-    study: Study, groups: Sequence[Group], cell: Cell, trained: Sequence[Record]
+    cells: Sequence[Cell], groups: Sequence[Group], trained: Sequence[Record]
 ) -> str:
     """The best accuracy and the least memory, within what was measured."""
-    metric = cell.config.best_metric
-    seeds = sorted({r["seed"] for g in groups for r in g.done})
-    where = (
-        f"On {model_name(cell.config)}, {_task(cell)}, "
-        f"{_device(trained)}, {_count(len(seeds), 'seed')}"
-    )
+    metric = cells[0].config.best_metric
+    measured = {group.name for group in groups if group.done}
+    cells = [cell for cell in cells if cell.group in measured]
+    models = " and ".join(dict.fromkeys(model_name(cell.config) for cell in cells))
+    tasks = " and ".join(dict.fromkeys(map(_task, cells)))
+    numbers = [len(group.done) for group in groups if group.done]
+    seeds = max(numbers, default=0)
+    several = _count(seeds, "seed")
+    if min(numbers, default=0) < seeds:
+        several = f"{min(numbers)} to {several} a run"
+    where = f"On {models}, {tasks}, {_device(trained)}, {several}"
     scored = [(s, g) for g in groups if (s := g.spread("evaluations", metric, "after"))]
     if not scored:
         return ""
     best, group = max(scored, key=lambda pair: pair[0].mean)
     rivals = [g.name for s, g in scored if g is not group and s.high >= best.low]
     text = f"{where}: the highest {metric} is of `{group.name}`, {_range(best)}"
-    if rivals and len(seeds) > 1:
+    if rivals and seeds > 1:
         text += f"; the ranges of {_names(rivals)} overlap with it"
-    elif len(seeds) == 1 and len(scored) > 1:
+    elif seeds == 1 and len(scored) > 1:
         text += "; of one seed, which says little about small differences"
     held = [(s, g) for g in groups if (s := g.spread("memory_gib", "mean"))]
     if held:
@@ -218,7 +223,7 @@ def _accuracy_heads(metrics: Sequence[str]) -> list[str]:
     heads = []
     for metric in metrics:
         heads += [f"{metric}: before", "after", "best"]
-    return [*heads, "reward"]
+    return [*heads, "reward", "updates"]
 
 
 def _accuracy(metrics: Sequence[str]) -> Callable[[Group], list[str]]:
@@ -229,9 +234,17 @@ def _accuracy(metrics: Sequence[str]) -> Callable[[Group], list[str]]:
                 _range(group.spread("evaluations", metric, when))
                 for when in ("before", "after", "best")
             ]
-        return [*cells, _ends(group, "reward", ".2f")]
+        return [*cells, _ends(group, "reward", ".2f"), _updates(group)]
 
     return row
+
+
+def _updates(group: Group) -> str:
+    """How long the runs were: a target or an alarm may have ended some early."""
+    steps = sorted({record["steps"] for record in group.done})
+    stopped = sum(record["status"] != "finished" for record in group.done)
+    text = str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
+    return f"{text} ({stopped} stopped by an alarm)" if stopped else text
 
 
 def _saving_head(study: Study) -> list[str]:

@@ -10,6 +10,7 @@ machine decides: the keys under `seconds/` and `memory/` (see `deterministic`).
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ from logra_jax.training.paths import write_aside
 R = TypeVar("R", bound=Mapping[str, Any])
 
 _FILE = "metrics.jsonl"
+_TAIL = 2**16  # bytes, of many lines
 _CLOCKED = ("seconds/", "rate/", "memory/")
 
 
@@ -121,6 +123,20 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
             ) from None
         rows.append({k: math.nan if v is None else v for k, v in row.items()})
     return rows
+
+
+def last_step(run_dir: str | Path) -> int | None:
+    """The step of the last whole line; None where there is none yet.
+
+    The end of the file alone is read: it may be asked for many times a second.
+    """
+    try:
+        with (Path(run_dir) / _FILE).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+            *lines, _torn = file.read().split(b"\n")
+        return json.loads(lines[-1])["step"]
+    except (OSError, LookupError, ValueError):
+        return None
 
 
 def deterministic(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,15 +2,17 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from logra_jax.study.compare import write_results
+from logra_jax.study import compare, compare_report
+from logra_jax.study.compare import compare_command, read_outcome, write_results
 from logra_jax.study.compare_figures import by_layer, write_heat_map
 from logra_jax.study.compare_report import write_report
-from logra_jax.study.matrix import Study, load_study
+from logra_jax.study.matrix import Cell, Study, load_study
 from logra_jax.study.summary import Spread, max_of_mean, summarise_run
 from logra_jax.training.config import to_yaml
 from logra_jax.training.journal import Journal
@@ -79,6 +81,94 @@ def finish(study: Study, study_dir: Path, *, failing: str = "") -> str:
     return write_report(study, study_dir, records).read_text()
 
 
+@pytest.fixture
+def fake_runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Cells are done in this process, by a journal alone; names of those that were."""
+    done: list[str] = []
+
+    def run(study: Study, cell: Cell, cell_dir: Path, *_: object) -> dict:
+        write_run(cell_dir / "run", gib=2.0, accuracy=0.5)
+        for name, text in (
+            ("run/config.yaml", to_yaml(cell.config)),
+            ("run/machine.json", json.dumps(MACHINE)),
+            ("run/checkpoints/4/weights", "half"),
+            ("config.yaml", to_yaml(cell.config)),
+            ("request.json", json.dumps({"kind": cell.kind, "arguments": {}})),
+        ):
+            (cell_dir / name).parent.mkdir(parents=True, exist_ok=True)
+            (cell_dir / name).write_text(text)
+        done.append(cell.name)
+        return {"status": "finished", "wall_seconds": 1.0}
+
+    monkeypatch.setattr(compare, "_run", run)
+    # Its figures take seconds.
+    monkeypatch.setattr(compare_report, "write_report", lambda *_: None)
+    return done
+
+
+def test_a_kill_while_models_are_dropped_leaves_the_cell_done(
+    study: Study, tmp_path: Path, fake_runs: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Gone on with from half of a checkpoint, it would fail."""
+
+    def kill(path: Path, **_: object) -> None:
+        raise KeyboardInterrupt
+
+    out, path = tmp_path / "out", str(tmp_path / "study.yaml")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", kill)
+        with pytest.raises(KeyboardInterrupt):
+            compare_command(path, [], out=str(out))
+    assert len(fake_runs) == 1
+    assert len(list(out.glob("cells/*/run/checkpoints"))) == 1
+    assert compare_command(path, [], out=str(out)) == 0
+    assert sorted(fake_runs) == sorted(cell.name for cell in study.cells)
+    assert not list(out.glob("cells/*/run/checkpoints"))
+    # Models that were kept stay.
+    assert compare_command(path, ["seeds=[7]"], out=str(out), keep_models=True) == 0
+    assert compare_command(path, ["seeds=[0, 7]"], out=str(out)) == 0
+    assert len(list(out.glob("cells/*seed=7/run/checkpoints"))) == 2
+
+
+def test_an_outcome_that_lost_power_tore_is_none(tmp_path: Path):
+    assert read_outcome(tmp_path) is None
+    (tmp_path / "outcome.json").write_text("")
+    assert read_outcome(tmp_path) is None
+
+
+def test_a_failed_cell_that_is_done_again_goes_at_once(
+    study: Study, tmp_path: Path, fake_runs: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    def kill(path: Path, *, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise KeyboardInterrupt
+
+    out, path = tmp_path / "out", str(tmp_path / "study.yaml")
+    finish(study, out, failing="adamw")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", kill)
+        with pytest.raises(KeyboardInterrupt):
+            compare_command(path, [], out=str(out), retry_failed=True)
+    assert not (out / "cells" / "method=adamw,seed=0").exists()
+    assert compare_command(path, [], out=str(out), retry_failed=True) == 0
+    assert fake_runs == ["method=adamw,seed=0", "method=adamw,seed=1"]
+
+
+def test_plans_of_other_sizes_are_refused_beside_those_that_are_there(
+    study: Study, tmp_path: Path, fake_runs: list[str]
+):
+    cell_dir = tmp_path / "out" / "cells" / "method=logra,plan"
+    cell_dir.mkdir(parents=True)
+    (cell_dir / "config.yaml").write_text(to_yaml(study.cells[0].config))
+    request = {"kind": "plan", "arguments": {"tokens": 256}}
+    (cell_dir / "request.json").write_text(json.dumps(request))
+    with pytest.raises(ValueError, match=r"`plan\.tokens` must be what it was .*\(256"):
+        compare_command(
+            str(tmp_path / "study.yaml"), ["plan.tokens=512"], out=str(tmp_path / "out")
+        )
+    assert not fake_runs
+
+
 def row(report: str, section: str, label: str) -> list[str]:
     """Cells of the first line of a section's tables that begins with a label."""
     text = report.split(f"## {section}")[1]
@@ -101,6 +191,29 @@ def test_a_run_in_numbers(tmp_path: Path):
     assert memory["activations"] == pytest.approx(5.5 - 0.5 - 1.0 - 0.25 - 0.125)
     assert found["seconds"]["step"] == 3.5
     assert found["seconds"]["end_to_end"] == 3.0
+
+
+def test_a_whole_step_is_not_from_one_process_to_the_next(tmp_path: Path):
+    """A clock that begins again may be ahead of where the one before it stopped."""
+    with Journal(tmp_path, resume_step=None) as journal:
+        for step, total in enumerate((10.0, 13.0, 60.0, 63.0), start=1):
+            first = {"memory/weights_gib": 1.0} if step in (1, 3) else {}
+            values = {"reward": 0.5, "seconds/step": 1.0, "seconds/total": total}
+            journal.write(step, values | first)
+    assert summarise_run(tmp_path)["seconds"]["end_to_end"] == 3.0
+
+
+def test_results_are_json_whatever_was_measured(study: Study, tmp_path: Path):
+    finish(study, tmp_path / "out")
+    path = tmp_path / "out/cells/method=logra,seed=0/run/metrics.jsonl"
+    path.write_text(path.read_text().replace('"reward": 0.5', '"reward": null'))
+    write_results(study, tmp_path / "out")
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    first, *_ = (tmp_path / "out/results.jsonl").read_text().splitlines()
+    assert json.loads(first, parse_constant=refuse)["reward"]["last"] is None
 
 
 def test_the_highest_point_of_the_mean_curve_is_of_steps_that_all_runs_have():
@@ -146,6 +259,37 @@ def test_a_conclusion_names_model_task_machine_and_seeds(study: Study, tmp_path:
     assert "On a-model, chain_sum (reasoning_gym), a card, 2 seeds:" in line
     assert "the ranges of `method=adamw` overlap with it" in line
     assert "least for `method=logra`: 6.00 GiB" in line
+
+
+def test_a_conclusion_over_models_names_all_that_were_measured(
+    study: Study, tmp_path: Path
+):
+    axis = "axes.model={x: {model.path: small}, y: {model.path: large}}"
+    several = load_study(tmp_path / "study.yaml", [axis])
+    report = finish(several, tmp_path / "out")
+    (line,) = [line for line in report.splitlines() if line.startswith("On ")]
+    assert line.startswith("On small and large, chain_sum (reasoning_gym), a card, 2 s")
+
+
+def test_runs_that_ended_early_and_seeds_that_are_missing_are_said(
+    study: Study, tmp_path: Path
+):
+    out = tmp_path / "out"
+    finish(study, out)
+    cut = out / "cells/method=logra,seed=0"
+    lines = (cut / "run/metrics.jsonl").read_text().splitlines(keepends=True)
+    (cut / "run/metrics.jsonl").write_text("".join(lines[:-2]))
+    stopped = {"status": "stopped by an alarm", "wall_seconds": 1.0}
+    (cut / "outcome.json").write_text(json.dumps(stopped))
+    failed = {"status": "failed", "phase": "update", "type": "X", "message": "no"}
+    failed_dir = out / "cells/method=adamw,seed=1"
+    (failed_dir / "outcome.json").write_text(json.dumps(failed | {"wall_seconds": 1.0}))
+    report = write_report(study, out, write_results(study, out)).read_text()
+    logra = row(report, "Accuracy", "method=logra")
+    assert logra[-1] == "3 to 5 (1 stopped by an alarm)"
+    adamw = row(report, "Accuracy", "method=adamw")
+    assert (adamw[1], adamw[-1]) == ("1", "5")
+    assert ", 1 to 2 seeds a run: the highest" in report
 
 
 def test_figures_are_drawn_and_named_in_the_report(study: Study, tmp_path: Path):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from logra_jax.training.journal import Journal, deterministic, read_metrics
+from logra_jax.training.journal import Journal, deterministic, last_step, read_metrics
 
 
 def write(run_dir, steps, *, resume_step=None):
@@ -32,6 +32,15 @@ def test_what_is_written_is_read_back_exactly(tmp_path):
         "alpha": 1.0,
     }
     assert isinstance(row["n"], int)
+
+
+def test_the_last_step_is_read_from_the_end_of_a_file_that_may_be_torn(tmp_path):
+    assert last_step(tmp_path) is None
+    write(tmp_path, range(3000))  # longer than what is read of it
+    assert last_step(tmp_path) == 2999
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3000, "rew')
+    assert last_step(tmp_path) == 2999
 
 
 def test_the_same_values_give_the_same_bytes(tmp_path):
