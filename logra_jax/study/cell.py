@@ -9,6 +9,7 @@ measurement, and ``machine.json``; ``run/``, the run directory of a training; or
 """
 
 import dataclasses
+import fcntl
 import json
 import os
 import sys
@@ -29,8 +30,18 @@ _FAILED = 1
 
 
 def main(cell_dir: Path) -> int:
-    """Do the cell; its exit status is that of the run, or 1 for an error."""
+    """Do the cell; its exit status is that of the run, or 1 for an error.
+
+    One at a time: where no kernel ends it with its parent, the process of a study that
+    was killed may still be at work here, and is waited for.
+    """
     tie_to_parent()
+    with (cell_dir / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _do(cell_dir)
+
+
+def _do(cell_dir: Path) -> int:
     for left in (ERROR, PHASE):
         (cell_dir / left).unlink(missing_ok=True)
 

@@ -51,6 +51,11 @@ the mean curve is the highest point of the curve that averages the seeds at each
 the worst instant is of any update of any seed. The rollout side is **not** in these
 three. It is in "whole step", {rollout}."""
 
+_ROLLOUT = {
+    "local": "where it runs in the same process",
+    "sglang": "but for servers, which have memory of their own",
+}
+
 
 def write_report(study: Study, study_dir: Path, records: Sequence[Record]) -> Path:
     """`report.md` of what is done so far, and its figures.
@@ -69,7 +74,7 @@ def write_report(study: Study, study_dir: Path, records: Sequence[Record]) -> Pa
     if groups:
         cells = [cell for cell in study.cells if cell.kind == "train"]
         parts += [_conclusion(cells, groups, trained)]
-        parts += _sections(study, study_dir, groups, cells[0])
+        parts += _sections(study, study_dir, groups, cells)
     parts += _failures(records)
     parts += _plans(records)
     parts += _reconstruction(study_dir, records)
@@ -141,8 +146,9 @@ def _conclusion(
 
 
 def _sections(
-    study: Study, study_dir: Path, groups: Sequence[Group], cell: Cell
+    study: Study, study_dir: Path, groups: Sequence[Group], cells: Sequence[Cell]
 ) -> list[str]:
+    engines = {cell.config.rollout.engine for cell in cells}
     figures = _figures(study, study_dir, groups)
     metrics = list(
         dict.fromkeys(m for g in groups for r in g.done for m in r["evaluations"])
@@ -164,9 +170,7 @@ def _sections(
             where="resident memory of the process, XLA's programs included"
             if "CPU" in _device([r for g in groups for r in g.done])
             else "allocated by JAX on the first device",
-            rollout="as it runs in the same process"
-            if cell.config.rollout.engine == "local"
-            else "but for the servers, which have memory of their own",
+            rollout=" or ".join(_ROLLOUT[engine] for engine in sorted(engines)),
         ),
         _table(["run", *_PART_NAMES.values()], groups, _split),
         "The parts that are held are counted from the arrays; activations and "
@@ -360,14 +364,15 @@ def _plans(records: Sequence[Record]) -> list[str]:
         cells = [_number(gib.get(name), ".2f") for name in names]
         error = record["result"]["error"]
         rows.append([record["group"], *cells, error or ""])
-    work = planned[0]["result"]["workload"]
+    works = [record["result"]["workload"] for record in planned]
+    batches = " or ".join(dict.fromkeys(str(work["batch"]) for work in works))
     heads = ["run", "weights", "gradients or sketches", "optimizer state"]
     heads += ["activations, temporaries", "batch, outputs", "peak", "error"]
     return [
         "## Planned memory of an update, GiB on each device",
         _markdown([heads, *rows]),
         "The step, compiled for shapes alone (`logra plan`) and not run: microbatches "
-        f"of {work['tokens_per_device']} tokens a device, {work['batch']} responses an "
+        f"of {works[0]['tokens_per_device']} tokens a device, {batches} responses an "
         "update.",
     ]
 

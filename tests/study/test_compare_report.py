@@ -1,13 +1,16 @@
 """What a study says of its runs, from journals whose numbers are known."""
 
+import fcntl
 import json
 import re
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from logra_jax.study import cell as child
 from logra_jax.study import compare, compare_report
 from logra_jax.study.compare import compare_command, read_outcome, write_results
 from logra_jax.study.compare_figures import by_layer, write_heat_map
@@ -290,6 +293,46 @@ def test_runs_that_ended_early_and_seeds_that_are_missing_are_said(
     adamw = row(report, "Accuracy", "method=adamw")
     assert (adamw[1], adamw[-1]) == ("1", "5")
     assert ", 1 to 2 seeds a run: the highest" in report
+
+
+def test_where_the_rollout_side_is_counted_is_said_of_every_engine(
+    study: Study, tmp_path: Path
+):
+    served = "{rollout.engine: sglang, rollout.urls: ['http://a:1']}"
+    axis = f"axes.method.adamw={served}"
+    several = load_study(tmp_path / "study.yaml", [axis])
+    report = finish(several, tmp_path / "out")
+    assert "in the same process or but for servers, which have memory" in report
+
+
+def test_a_plan_names_every_batch(study: Study, tmp_path: Path):
+    axis = "axes.train.batch=[16, 32]"
+    plans = load_study(tmp_path / "study.yaml", [axis, "plan={}"])
+    for cell in plans.cells:
+        if cell.kind == "plan":
+            cell_dir = tmp_path / "out/cells" / cell.name
+            cell_dir.mkdir(parents=True)
+            work = {"tokens_per_device": 4096, "batch": cell.config.train.batch}
+            result = {"gib": {"peak": 1.0}, "error": None, "workload": work}
+            (cell_dir / "result.json").write_text(json.dumps(result))
+            outcome = {"status": "finished", "wall_seconds": 1.0}
+            (cell_dir / "outcome.json").write_text(json.dumps(outcome))
+    records = write_results(plans, tmp_path / "out")
+    report = write_report(plans, tmp_path / "out", records).read_text()
+    assert "4096 tokens a device, 16 or 32 responses an update" in report
+
+
+def test_a_cell_waits_for_the_process_that_a_killed_study_left_at_it(tmp_path: Path):
+    with (tmp_path / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        thread = threading.Thread(target=child.main, args=(tmp_path,), daemon=True)
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive()
+        assert not (tmp_path / child.PHASE).exists()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert "config.yaml" in (tmp_path / child.ERROR).read_text()  # there is none
 
 
 def test_figures_are_drawn_and_named_in_the_report(study: Study, tmp_path: Path):
