@@ -25,6 +25,7 @@ from logra_jax.training.samples import SAMPLES_DIRECTORY, Sample, read_samples
 
 # As training.checkpoint and training.export name them, which load JAX.
 CONFIG_FILE, MODEL_DIRECTORY = "config.yaml", "model"
+_HELD = "memory/weights_gib"
 _DATA_FILE, _MACHINE_FILE = "data.json", "machine.json"
 
 
@@ -118,12 +119,14 @@ class Run:
     def elapsed(self) -> np.ndarray:
         """Seconds of all the run's processes up to the end of each row, (rows,).
 
-        A resumed run's clock begins again: what went before is added. NaN where the
-        journal has no clock.
+        A resumed run's clock begins again, which shows where it goes back, or where
+        its process says what it holds, as each does once: what went before is added.
+        NaN where the journal has no clock.
         """
         clock = np.array([row.get("seconds/total", math.nan) for row in self.rows])
         with np.errstate(invalid="ignore"):
             begins_again = np.diff(clock) < 0
+        begins_again |= np.array([_HELD in row for row in self.rows[1:]], bool)
         before = np.where(begins_again, clock[:-1], 0.0)
         return clock + np.concatenate([[0.0], np.cumsum(before)])
 

@@ -380,6 +380,11 @@ def test_time_of_a_resumed_run_is_that_of_all_its_processes(tmp_path):
     run = read_run(path)
     np.testing.assert_allclose(run.elapsed, [5, 14, 23, 33, 39])
     assert run.seconds_per_update == 9.0  # of 9, 9, 10, 6
+    # A process that took long to begin may be ahead of the clock before it.
+    with Journal(path, resume_step=4) as journal:
+        held = {"memory/weights_gib": 1.0}
+        journal.write(5, {"reward": 0.5, "seconds/total": 20.0} | held)
+    np.testing.assert_allclose(read_run(path).elapsed, [5, 14, 23, 33, 39, 59])
     texts = [duration(s) for s in (0.0, 59.94, 60.4, 3599.6, 7500.0, math.nan)]
     assert texts == ["0.0 s", "59.9 s", "1 min 00 s", "1 h 00 min", "2 h 05 min", "–"]
 
