@@ -1,6 +1,7 @@
 """Peaks of memory that are seen, and parts that are counted."""
 
 import time
+from importlib import metadata
 from pathlib import Path
 
 import jax
@@ -8,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import logra_jax
 from logra_jax.training import memory
 from logra_jax.training.journal import read_metrics, warm
+from logra_jax.training.machine import describe_machine
 from logra_jax.training.memory import (
     GIB,
     MemoryWatch,
@@ -96,3 +99,17 @@ def test_warm_rows_are_those_that_compiled_nothing():
     rows = [{"seconds/compile": 2.0}, {"seconds/compile": 0.0}, {}]
     assert warm(rows) == rows[1:]
     assert warm(rows[:1]) == rows[:1]
+
+
+def test_a_source_tree_that_is_not_installed_says_what_it_runs_on(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def version(name: str) -> str:
+        if name == "logra-jax":
+            raise metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(metadata, "version", version)
+    versions = describe_machine()["versions"]
+    assert versions["logra-jax"] == logra_jax.__version__
+    assert versions["jax"] == "1.0"
