@@ -127,23 +127,26 @@ def _run_all(
     study: Study, study_dir: Path, display: CompareDisplay, keep_models: bool
 ) -> int:
     """Do the cells that are not done; 0, or the number of the signal that came."""
-    for cell in study.cells:
-        cell_dir = cell_dir_of(study_dir, cell)
-        outcome = read_outcome(cell_dir)
-        if outcome is None:
-            with Interrupt(display.stopping) as interrupt:
+    with Interrupt(display.stopping) as interrupt:
+        for cell in study.cells:
+            cell_dir = cell_dir_of(study_dir, cell)
+            outcome = read_outcome(cell_dir)
+            if outcome is None:
                 outcome = _run(study, cell, cell_dir, display, interrupt)
+                if interrupt:
+                    break
+                drops = outcome["status"] != "failed" and not keep_models
+                outcome["drops_models"] = drops
+                write_aside(cell_dir / OUTCOME, json.dumps(outcome))
+                write_results(study, study_dir)
+            # After the outcome, and again at each start: a kill on the way must leave
+            # no half of a checkpoint from which the cell would be gone on with.
+            if outcome.get("drops_models"):
+                _drop_models(cell_dir)
+            display.done(cell, outcome)
             if interrupt:
-                return interrupt.number
-            outcome["drops_models"] = outcome["status"] != "failed" and not keep_models
-            write_aside(cell_dir / OUTCOME, json.dumps(outcome))
-            write_results(study, study_dir)
-        # After the outcome, and again at each start: a kill on the way must leave no
-        # half of a checkpoint from which the cell would be gone on with.
-        if outcome.get("drops_models"):
-            _drop_models(cell_dir)
-        display.done(cell, outcome)
-    return 0
+                break
+    return interrupt.number
 
 
 def _run(
