@@ -7,6 +7,7 @@ import pytest
 
 from logra_jax.study.matrix import load_study
 
+STUDIES = sorted((Path(__file__).parents[2] / "configs" / "studies").glob("*.yaml"))
 BASE = """
 model: {path: a-model}
 train: {steps: 4}
@@ -169,3 +170,12 @@ def test_an_unknown_key_of_a_study_gets_the_nearest(write):
         load_study(write("config: base.yaml\naxis: {}\n"))
     with pytest.raises(ValueError, match="`config` must name a config file, got null"):
         load_study(write("axes: {}\n"))
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_a_ready_study_can_be_begun_and_says_what_it_takes(path: Path):
+    study = load_study(path)
+    assert len(study.cells) >= 9
+    for head in ("Command:", "Hardware:", "Wall time:", "On GPUs:"):
+        assert head in study.header
+    assert f"logra compare configs/studies/{path.name}" in study.header
