@@ -70,7 +70,8 @@ def write_report(study: Study, study_dir: Path, records: Sequence[Record]) -> Pa
         Group(name, [r for r in trained if r["group"] == name]) for name in study.groups
     ]
     groups = [group for group in groups if group.all]
-    parts = [f"# Study `{study.name}`", study.header, _about(study, records)]
+    header = f"```text\n{study.header}\n```" if study.header else ""
+    parts = [f"# Study `{study.name}`", header, _about(study, records)]
     if groups:
         cells = [cell for cell in study.cells if cell.kind == "train"]
         parts += [_conclusion(cells, groups, trained)]
@@ -321,8 +322,8 @@ def _time(group: Group) -> list[str]:
 
 def _kl(group: Group) -> list[str]:
     return [
-        _range(group.spread("kl", "predicted"), ".2g"),
-        _range(group.spread("kl", "realised"), ".2g"),
+        _range(group.spread("kl", "predicted"), ".2e"),
+        _range(group.spread("kl", "realised"), ".2e"),
         _range(group.spread("kl", "ratio"), ".2f"),
         _range(group.spread("kl", "sum"), ".2g"),
     ]
