@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from logra_jax.algorithm import alignment
 from logra_jax.algorithm.basis import KINDS
 from logra_jax.study.spectrum import measure_gradients
+from logra_jax.study.trial import shapes_of
 from logra_jax.training.assemble import enable_compile_cache
 from logra_jax.training.checks import at_least, require
 from logra_jax.training.schema import Config
@@ -36,7 +37,7 @@ def measure_heat_map(
 
     Args:
         config: its model, task, sampling and ``train.batch`` are used.
-        ranks: of the sketches, rising.
+        ranks: of the sketches, rising; a layer's is at most its number of rows.
         responses: of the batch whose gradient is measured.
         on_phase: told what is being done.
 
@@ -74,7 +75,8 @@ def measure_heat_map(
     means = []
     with build_rewards(config) as rewards:
         for kind in KINDS:
-            sketch = dataclasses.replace(config.sketch, rank=ranks[-1], basis=kind)
+            rank = _ranks(config, ranks[-1])
+            sketch = dataclasses.replace(config.sketch, rank=rank, basis=kind)
             found = measure_gradients(
                 dataclasses.replace(config, sketch=sketch),
                 rewards,
@@ -90,9 +92,14 @@ def measure_heat_map(
                 path: np.round(values.reshape(-1, len(ranks)), 5).tolist()
                 for path, values in by_path.items()
             }
-            widths = {path: found.shapes[path][1] for path in by_path}
             for i, rank in enumerate(ranks):
-                means.append(_mean_row(kind, rank, i, by_path, widths))
+                laws = {
+                    path: alignment.expected_cosine(
+                        found.shapes[path][1], min(rank, found.ranks[path]), kind
+                    )
+                    for path in by_path
+                }
+                means.append(_mean_row(kind, rank, i, by_path, laws))
     return {
         "ranks": ranks,
         "responses": responses,
@@ -101,22 +108,27 @@ def measure_heat_map(
     }
 
 
+def _ranks(config: Config, rank: int) -> dict[str, int]:
+    """The rank of each layer: keys and values have fewer rows than others."""
+    shapes = shapes_of(config)
+    rows = shapes.num_kv_heads * shapes.head_dim
+    return {r"\b[kv]_proj$": min(rank, rows), ".*": rank}
+
+
 def _mean_row(
     kind: str,
     rank: int,
     column: int,
     by_path: dict[str, np.ndarray],
-    widths: dict[str, int],
+    laws: dict[str, float],
 ) -> dict[str, Any]:
     """Over all layers of a rank; a layer whose gradient is zero is left out."""
-    values, laws = [], []
+    values, theory = [], []
     for path, cosines in by_path.items():
         found = cosines.reshape(-1, cosines.shape[-1])[:, column]
         found = found[np.isfinite(found)]
         values.append(found)
-        laws.append(
-            np.full(found.shape, alignment.expected_cosine(widths[path], rank, kind))
-        )
+        theory.append(np.full(found.shape, laws[path]))
     flat = np.concatenate(values)
     return {
         "rank": rank,
@@ -124,5 +136,5 @@ def _mean_row(
         "mean": float(flat.mean()),
         "low": float(flat.min()),
         "high": float(flat.max()),
-        "theory": float(np.concatenate(laws).mean()),
+        "theory": float(np.concatenate(theory).mean()),
     }
