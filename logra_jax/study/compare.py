@@ -28,7 +28,7 @@ from logra_jax.rollout.sglang_start import PARENT
 from logra_jax.study import cell as child
 from logra_jax.study.compare_display import CompareDisplay
 from logra_jax.study.matrix import Cell, Study, load_study
-from logra_jax.training.config import load_config, to_yaml
+from logra_jax.training.config import flatten, load_config, to_yaml
 from logra_jax.training.interrupt import Interrupt
 from logra_jax.training.journal import last_step
 from logra_jax.training.paths import write_aside
@@ -246,10 +246,10 @@ def _check_same(study: Study, study_dir: Path) -> None:
         if not stored.exists() or not request.exists():
             continue
         arguments = json.loads(request.read_text())["arguments"]
-        before = _flat({cell.kind: arguments} if arguments else {})
-        before |= _flat(dataclasses.asdict(load_config(stored)))
-        now = _flat({cell.kind: given} if (given := _arguments(study, cell)) else {})
-        now |= _flat(dataclasses.asdict(cell.config))
+        before = flatten({cell.kind: arguments} if arguments else {})
+        before |= flatten(dataclasses.asdict(load_config(stored)))
+        now = flatten({cell.kind: given} if (given := _arguments(study, cell)) else {})
+        now |= flatten(dataclasses.asdict(cell.config))
         keys = [k for k in {**before, **now} if before.get(k) != now.get(k)]
         if keys:
             key, directory = keys[0], stored.parent
@@ -258,16 +258,6 @@ def _check_same(study: Study, study_dir: Path) -> None:
                 f"({before.get(key)!r}), got {now.get(key)!r}; choose another --out, "
                 "or delete that directory."
             )
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            found |= _flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value
-    return found
 
 
 def _describe(path: str, overrides: Sequence[str]) -> str:

@@ -27,7 +27,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from logra_jax.training.checks import require, seed_in_range
-from logra_jax.training.config import load_config, read_yaml, unknown_key
+from logra_jax.training.config import (
+    flatten,
+    load_config,
+    read_yaml,
+    unknown_key,
+)
 from logra_jax.training.schema import Config
 
 Kind = Literal["plan", "reconstruction", "train"]
@@ -269,7 +274,7 @@ def _check_keys(
         key: axis
         for axis, options in axes.items()
         for settings in options.values()
-        for key in _leaves(settings)
+        for key in flatten(settings)
     }
     keys = [text.partition("=")[0] for text in rest]
     for key in [*given, *varied, *keys]:
@@ -282,15 +287,6 @@ def _check_keys(
                 f"`{key}` must not be overridden: the axis `{varied[other]}` of the "
                 f"study sets it; override `axes.{varied[other]}` in its place."
             )
-
-
-def _leaves(tree: Settings, prefix: str = "") -> Iterator[str]:
-    """Dotted keys of what is set, a section's own ones too."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
 
 
 def _baseline(value: Any, axes: Mapping[str, Mapping]) -> dict[str, str]:

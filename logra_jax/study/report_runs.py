@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from logra_jax.training.alarms import ALARM_FILE, read_alarms
+from logra_jax.training.config import flatten
 from logra_jax.training.journal import has_metrics, read_metrics
 from logra_jax.training.samples import SAMPLES_DIRECTORY, Sample, read_samples
 
@@ -256,15 +257,7 @@ def _flat_config(text: str, path: Path) -> dict[str, Any]:
         raise ValueError(f"`{path}` is not valid YAML: {reason}.") from None
     if not isinstance(tree, dict):
         raise ValueError(f"`{path}` must hold `key: value` lines, got {text[:40]!r}.")
-    return dict(_flatten(tree, ""))
-
-
-def _flatten(tree: Mapping[Any, Any], prefix: str) -> Iterable[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    return flatten(tree)
 
 
 def _alarms(path: Path) -> list[dict[str, Any]]:

@@ -94,6 +94,17 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 
 
+def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested mappings by dotted key; lists and empty ones are values."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The top-level mapping of a YAML file, interpolations left as they are.
 
