@@ -124,13 +124,14 @@ def build_optimizer(
 
 
 def build_controller(config: Config) -> optax.GradientTransformationExtraArgs:
-    """Proposal -> update within the KL budget.
+    """Proposal -> update within the KL budget; without one, as it is.
 
     Raises:
         ValueError: the budget's schedule does not run, or not to budgets.
     """
     budget = build_budget(config.kl, config.train.steps)
-    return scale_by_predicted_kl(budget, config.kl.alpha_max)
+    alpha_max = 1.0 if budget is None else config.kl.alpha_max
+    return scale_by_predicted_kl(budget, alpha_max)
 
 
 def build_training_step(

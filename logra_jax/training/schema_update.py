@@ -165,7 +165,7 @@ class KLConfig:
     schedule: dict[str, Any] = field(default_factory=dict)
     """Arguments of the optax schedule; values in nats per token, steps in updates."""
     alpha_max: float = 100.0
-    """Largest factor by which a proposed step may be scaled."""
+    """Largest factor by which a proposed step may be scaled to fill a budget."""
 
     def __post_init__(self) -> None:
         """Check values."""

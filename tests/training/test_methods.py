@@ -430,7 +430,7 @@ def test_a_run_trains_resumes_bit_for_bit_and_exports(
 
 
 def test_a_run_without_a_budget_takes_the_optimizers_step(tiny_run: Run):
-    options = ["optimizer.kind=adamw", "kl.budget=none", "kl.alpha_max=1"]
+    options = ["optimizer.kind=adamw", "kl.budget=none"]
     rows = read_metrics(tiny_run("run", *options, "train.steps=1"))
     assert rows[-1]["alpha"] == 1.0
     assert rows[-1]["landed/q_proj/changed"] > 0
