@@ -197,7 +197,7 @@ class GatedDeltaNet(nnx.Module):
         hidden_size: features of a token.
         shape: heads.
         epsilon: of the gated norm.
-        dtype: of the weights.
+        dtype: of the weights, but for ``A_log``.
         rngs: for random weights.
     """
 
@@ -219,7 +219,7 @@ class GatedDeltaNet(nnx.Module):
         self.in_proj_a = linear(hidden_size, heads)
         self.conv1d = DepthwiseConv(shape.channels, shape.conv_width, dtype, rngs)
         decay = jax.random.uniform(rngs.params(), (heads,), minval=0.01, maxval=16)
-        self.A_log = nnx.Param(jnp.log(decay).astype(dtype))
+        self.A_log = nnx.Param(jnp.log(decay))  # float32, as servers hold it
         self.dt_bias = nnx.Param(jnp.ones(heads, dtype))
         self.norm = GatedNorm(shape.value_dim, epsilon, dtype)
         self.out_proj = linear(shape.values, hidden_size)
@@ -267,7 +267,7 @@ class GatedDeltaNet(nnx.Module):
 
     def _log_decay(self, a: Array) -> Array:
         """``g = −exp(A_log) softplus(a + dt_bias)``, float32, of each value head."""
-        rate = jnp.exp(self.A_log[...].astype(jnp.float32))[None, None]
+        rate = jnp.exp(self.A_log[...])[None, None]
         bias = self.dt_bias[...].astype(jnp.float32)[None, None]
         return -rate * jax.nn.softplus(a.astype(jnp.float32) + bias)
 

@@ -42,6 +42,7 @@ _LEAF = {
     "A_log": "A_log",
     "dt_bias": "dt_bias",
 }
+_IN_FLOAT32 = ".A_log"  # as models hold it, and servers, whatever the others are in
 
 
 def load_decoder(
@@ -60,7 +61,7 @@ def load_decoder(
 
     Args:
         directory: holds config.json and model.safetensors, or its shards and index.
-        dtype: that weights are cast to.
+        dtype: that weights are cast to; ``A_log`` of a Gated DeltaNet stays in float32.
         activations: see :class:`Decoder`.
         remat: see :class:`Decoder`.
         mesh: with axes ``data``, ``fsdp`` and ``tensor``, that weights are cut over.
@@ -120,7 +121,7 @@ def save_decoder(
         model: the decoder; sketched layers are ordinary matrices here.
         directory: to write; must not exist.
         source: the Hugging Face directory that the model came from.
-        dtype: of the written tensors.
+        dtype: of the written tensors, but for ``A_log`` (float32).
         shard_bytes: of tensors in one file, at most; what is more goes into shards
             with an index.
 
@@ -166,7 +167,7 @@ def save_tensors(
     try:
         _copy_companions(source, aside)
         (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        cast = ((name, value.astype(jnp.dtype(dtype))) for name, value in tensors)
+        cast = ((name, _cast(name, value, dtype)) for name, value in tensors)
         write_weights(cast, aside, shard_bytes=shard_bytes)
         _put_in_place(aside, directory)
     except BaseException:
@@ -290,11 +291,19 @@ def _wanted(
 def load_tensors(directory: str | Path) -> dict[str, np.ndarray]:
     """Every tensor of a Hugging Face directory, on the host, writable.
 
+    In the dtype of its file, but for those that a model always holds in float32.
+
     Raises:
         ValueError: no weights there, or damaged ones.
     """
     with WeightFiles(Path(directory)) as reader:
-        return {name: reader.read(name) for name in reader.names()}
+        read = ((name, reader.read(name)) for name in reader.names())
+        return {name: _cast(name, value, value.dtype) for name, value in read}
+
+
+def _cast(name: str, value: np.ndarray, dtype: DTypeLike) -> np.ndarray:
+    dtype = jnp.float32 if name.endswith(_IN_FLOAT32) else dtype
+    return value.astype(jnp.dtype(dtype), copy=False)
 
 
 def _copy_companions(source: Path, target: Path) -> None:

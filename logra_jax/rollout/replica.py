@@ -18,7 +18,7 @@ from logra_jax.rollout.wire import Refused, Update, decode
 
 
 class Shard(NamedTuple):
-    """The part of a weight that this process holds.
+    """A part of a weight that this process holds.
 
     Attributes:
         tensor: the part, (rows, columns) or a vector.
@@ -82,8 +82,8 @@ class Replica:
             tensors: every weight of the model by its Hugging Face name, a tied one
                 once, in (out, in) order: numpy arrays or torch tensors, bfloat16 or
                 float32; uint16 numpy arrays are taken as the bits of bfloat16. Or each
-                a :class:`Shard` of it, this rank's. They are held, not copied, and
-                updates change them in place.
+                a :class:`Shard` of it, this rank's, or a tuple of several. They are
+                held, not copied, and updates change them in place.
             version: of these weights.
 
         Raises:
@@ -93,13 +93,16 @@ class Replica:
                 hold the same part with other bits.
         """
 
-        def read() -> dict[str, _Part]:
+        def read() -> dict[str, list[_Part]]:
             for name, tensor in tensors.items():
-                held = tensor.tensor if isinstance(tensor, Shard) else tensor
-                _check_writable(name, held)
-            return {name: _part(tensor) for name, tensor in tensors.items()}
+                for shard in _shards(tensor):
+                    _check_writable(name, shard.tensor)
+            return {
+                name: [_part(shard) for shard in _shards(tensor)]
+                for name, tensor in tensors.items()
+            }
 
-        self.digests = _whole(together(self._gather, read))
+        self.digests = _add_up(together(self._gather, read))
         self.tensors = dict(tensors)
         self.version = version
         self.diverged = False
@@ -142,13 +145,16 @@ class Replica:
         basis = Basis(seed=update.seed, refresh=update.refresh, kind=update.kind)
         self.diverged = True  # until the end: an interruption leaves it so
 
-        def change() -> dict[str, _Part]:
+        def change() -> dict[str, list[_Part]]:
             return {
-                name: self._replay(name, factor, update, basis)
+                name: [
+                    _replay(name, shard, factor, update, basis)
+                    for shard in _shards(self.tensors[name])
+                ]
                 for name, factor in update.factors.items()
             }
 
-        changed = _whole(together(self._gather, change))
+        changed = _add_up(together(self._gather, change))
         self.digests = {**self.digests, **changed}
         wrong = sorted(
             name for name, word in update.digests.items() if changed[name].word != word
@@ -164,25 +170,6 @@ class Replica:
         self.diverged = False
         self.version = update.version
         return self.version
-
-    def _replay(
-        self, name: str, factor: np.ndarray, update: Update, basis: Basis
-    ) -> _Part:
-        shard = _shard(self.tensors[name])
-        rows = slice(shard.row, shard.row + shard.tensor.shape[0])
-        factor = _beside(shard.tensor, factor[rows])
-        replay(
-            shard.tensor,
-            factor[:, :-1],
-            factor[:, -1],
-            basis.address(name, update.step),
-            basis,
-            rounding=update.rounding,
-            rows=shard.row,
-            columns=shard.column,
-            width=shard.shape[1],
-        )
-        return _part(shard)
 
     def _check(self, update: Update) -> None:
         """Refuse what does not belong on the weights that are held."""
@@ -256,8 +243,35 @@ def together(gather: Gather, work: Callable[[], Any]) -> list[Any]:
     return [result for result, _ in given]
 
 
-def _shard(tensor: Any) -> Shard:
-    return tensor if isinstance(tensor, Shard) else Shard(tensor, tuple(tensor.shape))
+def _shards(tensor: Any) -> tuple[Shard, ...]:
+    if isinstance(tensor, Shard):
+        return (tensor,)
+    return tensor if isinstance(tensor, tuple) else (all_of(tensor),)
+
+
+def all_of(tensor: Any) -> Shard:
+    """A whole weight as a part of itself."""
+    return Shard(tensor, tuple(np.shape(tensor)))
+
+
+def _replay(
+    name: str, shard: Shard, factor: np.ndarray, update: Update, basis: Basis
+) -> _Part:
+    """Move the shard by its rows of the factor."""
+    rows = slice(shard.row, shard.row + shard.tensor.shape[0])
+    factor = _beside(shard.tensor, factor[rows])
+    replay(
+        shard.tensor,
+        factor[:, :-1],
+        factor[:, -1],
+        basis.address(name, update.step),
+        basis,
+        rounding=update.rounding,
+        rows=shard.row,
+        columns=shard.column,
+        width=shard.shape[1],
+    )
+    return _part(shard)
 
 
 def _check_writable(name: str, tensor: Any) -> None:
@@ -284,8 +298,7 @@ def _dtype(tensor: Any) -> str:
     return "bfloat16" if name == "uint16" else name
 
 
-def _part(tensor: Any) -> _Part:
-    shard = _shard(tensor)
+def _part(shard: Shard) -> _Part:
     word = digest_array(
         shard.tensor, rows=shard.row, columns=shard.column, width=shard.shape[-1]
     )
@@ -293,7 +306,7 @@ def _part(tensor: Any) -> _Part:
     return _Part(_dtype(shard.tensor), shard.shape, place, word)
 
 
-def _whole(ranks: list[dict[str, _Part]]) -> dict[str, TensorDigest]:
+def _add_up(ranks: list[dict[str, list[_Part]]]) -> dict[str, TensorDigest]:
     """Digests of whole weights from those of their parts.
 
     Raises:
@@ -302,7 +315,7 @@ def _whole(ranks: list[dict[str, _Part]]) -> dict[str, TensorDigest]:
     """
     digests = {}
     for name in {name: None for rank in ranks for name in rank}:
-        parts = [rank[name] for rank in ranks if name in rank]
+        parts = [part for rank in ranks for part in rank.get(name, ())]
         first = parts[0]
         places: dict[tuple[int, int, int], int] = {}
         for part in parts:
@@ -316,7 +329,7 @@ def _whole(ranks: list[dict[str, _Part]]) -> dict[str, TensorDigest]:
         alike = {(part.dtype, part.shape) for part in parts}
         entries = sum(number for _, _, number in places)
         if (
-            len(parts) < len(ranks)
+            any(name not in rank for rank in ranks)
             or len(alike) > 1
             or entries != math.prod(first.shape)
         ):

@@ -78,6 +78,7 @@ class ServeOptions:
         port: the port to listen at; 0 takes a free one.
         tp: tensor-parallel ranks.
         device: "cuda"; "cpu" for plain torch; "auto" for a GPU where torch finds one.
+        has_delta: the model has Gated DeltaNet layers, which need a GPU and bfloat16.
         memory: share of the GPU's memory for weights and KV cache; None lets SGLang
             choose.
         max_tokens: size of the KV cache, tokens; None fits it to the memory on a GPU,
@@ -99,6 +100,7 @@ class ServeOptions:
     port: int = 30000
     tp: int = 1
     device: Literal["auto", "cuda", "cpu"] = "auto"
+    has_delta: bool = False
     memory: float | None = None
     max_tokens: int | None = None
     max_running: int | None = None
@@ -348,6 +350,13 @@ def _choose_device(options: ServeOptions) -> Literal["cuda", "cpu"]:
         raise ValueError(
             f"`serve.python` must have logra-jax too, got {python!r}, which has none "
             f"of this version; run `{python} -m pip install --no-deps logra-jax`."
+        )
+    if device == "cpu" and options.has_delta:
+        raise ValueError(
+            "A model with Gated DeltaNet layers must be served on a GPU, since SGLang "
+            "has them in Triton only, got `serve.device` "
+            f"{options.device!r} and {python!r}, which gives a CPU; use "
+            "`rollout.engine=local` here."
         )
     return device
 

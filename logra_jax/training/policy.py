@@ -131,7 +131,8 @@ def load_policy(
             does not fit the context.
     """
     tokenizer = ChatTokenizer.load(directory)
-    _check_engine(config, read_config(directory))
+    if config.rollout.engine == "sglang":
+        check_served(config, read_config(directory))
     mesh = mesh_of(config)
     _check_exchanges(mesh)
     model = load_decoder(
@@ -179,16 +180,17 @@ def load_policy(
     return Policy(method, tokenizer, engine, prompt, graph, layout), weights
 
 
-def _check_engine(config: Config, shapes: DecoderConfig) -> None:
-    """Refuse servers that could not follow the model.
+def check_served(config: Config, shapes: DecoderConfig) -> None:
+    """Refuse a model that SGLang could not compute.
 
     Raises:
-        ValueError: SGLang's layout of a Gated DeltaNet is not known here.
+        ValueError: Gated DeltaNet layers in float32, which its kernels do not take.
     """
-    if shapes.delta is not None and config.rollout.engine == "sglang":
+    if shapes.delta is not None and config.model.dtype != "bfloat16":
         raise ValueError(
-            "`rollout.engine` must be local for a model with Gated DeltaNet layers, "
-            "whose updates SGLang servers cannot follow yet, got 'sglang'."
+            "`model.dtype` must be bfloat16 for SGLang to serve a model with Gated "
+            f"DeltaNet layers, got {config.model.dtype!r}; or use "
+            "`rollout.engine=local`."
         )
 
 

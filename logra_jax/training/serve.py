@@ -14,7 +14,7 @@ from logra_jax.rollout.serve import (
     ServeOptions,
     launch,
 )
-from logra_jax.training.policy import model_directory
+from logra_jax.training.policy import check_served, model_directory
 from logra_jax.training.schema import Config
 
 GRACE = 10.0
@@ -92,12 +92,16 @@ def serve_options(config: Config) -> ServeOptions:
     """
     serve = config.serve
     directory = model_directory(config)
-    heads = read_config(directory).num_heads
-    if heads % serve.tp:
-        raise ValueError(
-            f"`serve.tp` must divide the model's attention heads ({heads}), got "
-            f"{serve.tp}."
-        )
+    shapes = read_config(directory)
+    check_served(config, shapes)
+    heads = {"attention heads": shapes.num_heads}
+    if shapes.delta is not None:
+        heads["key heads of Gated DeltaNet layers"] = shapes.delta.key_heads
+    for kind, number in heads.items():
+        if number % serve.tp:
+            raise ValueError(
+                f"`serve.tp` must divide the model's {kind} ({number}), got {serve.tp}."
+            )
     return ServeOptions(
         model_dir=directory,
         dtype=config.model.dtype,
@@ -106,6 +110,7 @@ def serve_options(config: Config) -> ServeOptions:
         port=serve.port,
         tp=serve.tp,
         device=serve.device,
+        has_delta=shapes.delta is not None,
         memory=serve.memory,
         max_tokens=serve.max_tokens,
         max_running=serve.max_running,

@@ -581,6 +581,21 @@ def test_the_hybrid_of_a_model_that_sees_is_its_text_part(checkpoints, tmp_path)
     assert read_config(tmp_path).delta_per_block == 3
 
 
+def test_decay_rates_of_a_hybrid_keep_every_bit(checkpoints, tmp_path):
+    """In bfloat16 they would be off by up to 1 in 256; servers hold them in float32."""
+    source = checkpoints["qwen3.5"].directory
+    whole = load_tensors(source)
+    out = save_decoder(load_decoder(source), tmp_path / "out", source=source)
+    kept = load_tensors(out)
+    rates = {name for name in kept if kept[name].dtype == np.float32}
+    assert rates == {name for name in whole if name.endswith("A_log")}
+    assert len(rates) >= 2
+    for name in rates:
+        np.testing.assert_array_equal(kept[name], whole[name])
+    digests = tensor_digests(load_decoder(out))
+    assert {name for name in kept if digests[name].dtype == "float32"} == rates
+
+
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory) -> tuple[Path, np.ndarray]:
     """A whole Qwen3.5 with its vision tower, and its logits of text."""

@@ -273,6 +273,14 @@ def test_a_gpu_is_used_where_there_is_one(options: Callable[..., ServeOptions]):
         assert server.device == "cpu"
 
 
+def test_gated_delta_nets_are_served_on_gpus_only(options: Callable[..., ServeOptions]):
+    has = ["0.5.23", "0.1.0", ["logra_cpu"], False]
+    with pytest.raises(ValueError, match=r"must be served on a GPU.* 'auto'.* a CPU"):
+        launch(options(has=has, has_delta=True))
+    with launch(options(has=[*has[:3], True], has_delta=True)) as server:
+        assert server.device == "cuda"
+
+
 def test_an_api_key_is_in_no_command_line_and_no_representation(model_dir: Path):
     options = ServeOptions(model_dir=model_dir, dtype="float32", api_key="secret")
     assert "secret" not in " ".join(server_command(options, "cpu", 30000))

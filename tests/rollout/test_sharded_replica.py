@@ -209,6 +209,34 @@ def test_parts_on_ranks_move_as_the_whole_does(
             assert not replica.diverged
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_a_rank_may_hold_several_pieces_of_a_weight(make_update, library):
+    """As of queries, keys and values that are one weight, each cut over the ranks."""
+    weights = model("bfloat16")
+    update, after = make_update(weights)
+    held = spread(weights, TWO, library)
+    for rank, shards in enumerate(held):
+        shards[Q] = tuple(
+            Shard(in_library(library, weights[Q][row : row + 4]), (16, 13), row=row)
+            for row in (4 * rank, 8 + 4 * rank)
+        )
+    ranks = Ranks(2)
+    replicas = ranks.load(held)
+    assert ranks.each(lambda rank: replicas[rank].apply(update)) == [1, 1]
+    for shards in held:
+        for piece in shards[Q]:
+            rows = slice(piece.row, piece.row + 4)
+            np.testing.assert_array_equal(
+                bits_of(piece.tensor), bits_of(after[Q])[rows]
+            )
+    assert all(replica.digest == update.digest for replica in replicas)
+
+    held[1][Q] = held[1][Q][:1]
+    for error in ranks.load(held):
+        assert error.reason == "shape"
+        assert "got 156 of 208 entries" in str(error)
+
+
 # --- what one rank cannot do, none does
 
 

@@ -5,6 +5,7 @@ names; requirements-cpu.txt says how to make one.
 """
 
 import functools
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,33 @@ from logra_jax.rollout.serve import Launched, ServeOptions, launch
 KINDS = ("qwen2", "qwen3")
 DTYPES = ("float32", "bfloat16")
 VOCAB = 512
+
+GATED_DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "full_attention_interval": 2,  # the same, for SGLang
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+
+ROPE_OF_IMAGES = {
+    "rope_type": "default",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [4, 2, 2],
+    "mrope_interleaved": True,
+}
+VISION_TOWER = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
@@ -71,6 +99,17 @@ def make_tiny_model(kind: str, dtype: str, directory: Path) -> Path:
     if kind == "qwen2":
         model_class: Any = transformers.Qwen2ForCausalLM
         config = transformers.Qwen2Config(**sizes)
+    elif kind == "qwen3_5":
+        model_class = transformers.Qwen3_5ForCausalLM
+        config = transformers.Qwen3_5TextConfig(**sizes, **GATED_DELTA_NET)
+    elif kind == "qwen3_5_sees":
+        model_class = transformers.Qwen3_5ForConditionalGeneration
+        config = transformers.Qwen3_5Config(
+            text_config=sizes | GATED_DELTA_NET | {"rope_parameters": ROPE_OF_IMAGES},
+            vision_config=VISION_TOWER,
+            tie_word_embeddings=True,
+        )
+        save_processor(directory)
     else:
         model_class = transformers.Qwen3ForCausalLM
         config = transformers.Qwen3Config(head_dim=32, **sizes)
@@ -87,6 +126,21 @@ def make_tiny_model(kind: str, dtype: str, directory: Path) -> Path:
     model.save_pretrained(directory)
     save_byte_tokenizer(directory)
     return directory
+
+
+def save_processor(directory: Path) -> None:
+    """How images and films become patches, without which SGLang does not start."""
+    patches = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
+    patches |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    for name, kind in (("", "image"), ("video_", "video")):
+        model = {"image": "Qwen2VLImage", "video": "Qwen3VLVideo"}[kind]
+        content = {
+            f"{kind}_processor_type": f"{model}Processor",
+            "processor_class": "Qwen3VLProcessor",
+            "size": {"shortest_edge": 2**16, "longest_edge": 2**24},
+        }
+        path = directory / f"{name}preprocessor_config.json"
+        path.write_text(json.dumps(content | patches))
 
 
 def save_byte_tokenizer(directory: Path) -> None:
@@ -203,7 +257,8 @@ def _moves(source: Path, dtype: str) -> tuple[Any, ...]:
     basis = logra.Basis(seed=2**32 - 7)
     model = load_decoder(source, dtype=dtype)
     positions = model.config.max_positions
-    model = logra.sketch(model, 4, r"(q|k|v|o|gate|up|down)_proj", basis)
+    match = r"(q|k|v|o|gate|up|down|out)_proj|in_proj_(qkv|z)"
+    model = logra.sketch(model, 4, match, basis)
     graph, probes, weights = nnx.split(model, logra.Probe, ...)
 
     @jax.jit

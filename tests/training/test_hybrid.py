@@ -11,6 +11,7 @@ from logra_jax.models.hf import load_decoder
 from logra_jax.training.config import load_config
 from logra_jax.training.journal import read_metrics
 from logra_jax.training.loop import train
+from logra_jax.training.serve import serve_options
 
 
 def test_a_hybrid_is_trained_sampled_replayed_and_exported(
@@ -69,10 +70,16 @@ def test_predicted_kl_of_a_hybrid_is_the_budget_and_realised_kl_follows_it(
         assert row["kl/realised"] == pytest.approx(row["kl/predicted"], rel=0.1)
 
 
-def test_servers_that_could_not_follow_a_hybrid_are_refused(tiny_config, hybrid_dir):
+def test_a_hybrid_that_servers_could_not_compute_is_refused(tiny_config, hybrid_dir):
     options = [f"model.path={hybrid_dir}", "rollout.engine=sglang"]
-    options.append("rollout.urls=[http://127.0.0.1:9]")
-    with pytest.raises(
-        ValueError, match=r"`rollout\.engine` must be local for a model"
-    ):
+    options += ["rollout.urls=[http://127.0.0.1:9]", "model.dtype=float32"]
+    with pytest.raises(ValueError, match=r"`model\.dtype` must be bfloat16 for SGLang"):
         train(load_config(tiny_config, options))
+    with pytest.raises(ValueError, match=r"`model\.dtype` must be bfloat16 for SGLang"):
+        serve_options(load_config(tiny_config, options))
+    served = serve_options(load_config(tiny_config, [*options[:1], "serve.tp=2"]))
+    assert served.has_delta
+    with pytest.raises(
+        ValueError, match=r"divide the model's key heads .*\(2\), got 4"
+    ):
+        serve_options(load_config(tiny_config, [*options[:1], "serve.tp=4"]))
