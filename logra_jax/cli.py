@@ -5,6 +5,7 @@ which import the main module again, start without JAX.
 """
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -29,13 +30,22 @@ _EXTRAS = {
     "tokenizers": ("tokenizers", "train"),
     "yaml": ("pyyaml", "train"),
 }
+# What a file system may say, and what helps.
+_FULL = "free some space and run the same command again, what is done is kept"
+_CLOSED = "choose a place that can be written to"
+_FILE_SYSTEM = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EACCES: _CLOSED,
+    errno.EROFS: _CLOSED,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    Bad input is one line on standard error and exit code 2; `--traceback` shows where
-    it was found.
+    Bad input is one line on standard error and exit code 2, and so is a full disk or a
+    place that is closed to us; `--traceback` shows where it was found.
 
     Args:
         argv: the arguments after the program's name; None takes them from the shell.
@@ -50,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.overrides += rest
     try:
         return args.run(args)
-    except (ValueError, ModuleNotFoundError) as error:
+    except (ValueError, ModuleNotFoundError, OSError) as error:
         message = _explain(error)
         if args.traceback or message is None:
             raise
@@ -58,10 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _explain(error: ValueError | ModuleNotFoundError) -> str | None:
-    """The user's one line, or None for an error that is no fault of theirs."""
+def _explain(error: ValueError | ModuleNotFoundError | OSError) -> str | None:
+    """The user's one line, or None for an error that they can do nothing about."""
     if isinstance(error, ValueError):
         return " ".join(str(error).split())
+    if isinstance(error, OSError):
+        remedy = _FILE_SYSTEM.get(error.errno or 0)
+        where = "" if error.filename is None else f" for {str(error.filename)!r}"
+        return remedy and f"The system says: {error.strerror}{where}; {remedy}."
     missing = _EXTRAS.get((error.name or "").partition(".")[0])
     if missing is None:
         return None

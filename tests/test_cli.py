@@ -1,3 +1,4 @@
+import errno
 import os
 import subprocess
 import sys
@@ -141,6 +142,31 @@ def test_missing_extra_is_named_with_the_command_that_installs_it(
     assert capsys.readouterr().err == (
         "logra: omegaconf is not installed; run `pip install 'logra-jax[train]'`.\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.ENOSPC, "No space left on device for 'a/b'; free some space and run"),
+        (errno.EROFS, "Read-only file system for 'a/b'; choose a place that can be"),
+    ],
+)
+def test_a_full_disk_is_one_line_too(config, monkeypatch, capsys, number, said):
+    def train(config):
+        raise OSError(number, os.strerror(number), "a/b")
+
+    monkeypatch.setattr("logra_jax.training.loop.train", train)
+    assert cli.main(["train", config]) == 2
+    assert capsys.readouterr().err.startswith(f"logra: The system says: {said}")
+
+
+def test_other_errors_of_the_system_keep_their_traceback(config, monkeypatch):
+    def train(config):
+        raise ChildProcessError(errno.ECHILD, "No child processes")
+
+    monkeypatch.setattr("logra_jax.training.loop.train", train)
+    with pytest.raises(ChildProcessError):
+        cli.main(["train", config])
 
 
 def test_a_missing_module_of_our_own_is_not_blamed_on_the_user(config, monkeypatch):

@@ -73,8 +73,9 @@ def compare_command(
             _forget_failed(study, study_dir)
         write_aside(study_dir / "study.yaml", _describe(path, overrides))
         with CompareDisplay(len(study.cells)) as display:
-            number = _run_all(study, study_dir, display, keep_models)
-            records = write_results(study, study_dir)
+            known: dict[str, dict[str, Any]] = {}
+            number = _run_all(study, study_dir, display, keep_models, known)
+            records = write_results(study, study_dir, known)
             with display.doing("writing the report"):
                 write_report(study, study_dir, records)
         failed = [r for r in records if r["status"] == "failed"]
@@ -96,19 +97,28 @@ def read_outcome(cell_dir: Path) -> dict[str, Any] | None:
         return None
 
 
-def write_results(study: Study, study_dir: Path) -> list[dict[str, Any]]:
-    """`results.jsonl` anew: the records of the cells that are done, in their order."""
+def write_results(
+    study: Study, study_dir: Path, known: dict[str, dict[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """`results.jsonl` anew: the records of the cells that are done, in their order.
+
+    Args:
+        study: whose results they are.
+        study_dir: its directory.
+        known: records by the names of their cells; those of others are made and added.
+    """
     from logra_jax.study.summary import summarise
 
-    records = []
+    known = {} if known is None else known
     for cell in study.cells:
         cell_dir = cell_dir_of(study_dir, cell)
-        outcome = read_outcome(cell_dir)
+        outcome = None if cell.name in known else read_outcome(cell_dir)
         if outcome is not None:
             about = {"cell": cell.name, "group": cell.group, "kind": cell.kind}
             about |= {"labels": dict(cell.labels), "seed": cell.seed}
             about |= {"settings": dict(cell.settings)}
-            records.append(about | outcome | summarise(cell, cell_dir))
+            known[cell.name] = about | outcome | summarise(cell, cell_dir)
+    records = [known[cell.name] for cell in study.cells if cell.name in known]
     lines = "".join(json.dumps(_finite(record)) + "\n" for record in records)
     write_aside(study_dir / RESULTS, lines)
     return records
@@ -124,7 +134,11 @@ def _finite(value: Any) -> Any:
 
 
 def _run_all(
-    study: Study, study_dir: Path, display: CompareDisplay, keep_models: bool
+    study: Study,
+    study_dir: Path,
+    display: CompareDisplay,
+    keep_models: bool,
+    known: dict[str, dict[str, Any]],
 ) -> int:
     """Do the cells that are not done; 0, or the number of the signal that came."""
     with Interrupt(display.stopping) as interrupt:
@@ -138,7 +152,7 @@ def _run_all(
                 drops = outcome["status"] != "failed" and not keep_models
                 outcome["drops_models"] = drops
                 write_aside(cell_dir / OUTCOME, json.dumps(outcome))
-                write_results(study, study_dir)
+                write_results(study, study_dir, known)
             # After the outcome, and again at each start: a kill on the way must leave
             # no half of a checkpoint from which the cell would be gone on with.
             if outcome.get("drops_models"):

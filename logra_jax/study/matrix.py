@@ -21,7 +21,7 @@ A study is a YAML file:
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -159,8 +159,10 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
         for axis, values in _mapping("axes", tree.get("axes")).items()
     }
     _check_keys(given, axes, rest)
-    plan = _arguments(tree, "plan", {"tokens"})
-    reconstruction = _arguments(tree, "reconstruction", {"ranks", "responses"})
+    plan = _arguments(tree, "plan", {"tokens": _count})
+    reconstruction = _arguments(
+        tree, "reconstruction", {"ranks": _counts, "responses": _count}
+    )
     common = [_as_override(key, value) for key, value in given.items()] + rest
     cells = list(
         _cells(path.parent / str(base), common, seeds, axes, plan, reconstruction)
@@ -299,15 +301,27 @@ def _baseline(value: Any, axes: Mapping[str, Mapping]) -> dict[str, str]:
     return baseline
 
 
-def _arguments(tree: Mapping, key: str, known: set[str]) -> dict[str, Any] | None:
-    """A section that may be missing (None), or empty."""
+def _arguments(
+    tree: Mapping, key: str, known: Mapping[str, Callable[[str, Any], None]]
+) -> dict[str, Any] | None:
+    """A section that may be missing (None), or empty; each value held to its rule."""
     if key not in tree or tree[key] is False:
         return None
     values = {} if tree[key] is True else _mapping(key, tree[key])
-    for name in values:
+    for name, value in values.items():
         if name not in known:
             raise ValueError(unknown_key(name, sorted(known), f"`{key}`"))
+        known[name](f"{key}.{name}", value)
     return values
+
+
+def _count(name: str, value: Any) -> None:
+    require(type(value) is int and value > 0, name, value, "be a positive integer")
+
+
+def _counts(name: str, value: Any) -> None:
+    are_counts = _is_list_of(value, int) and bool(value) and min(value) > 0
+    require(are_counts, name, value, "be a list of positive integers")
 
 
 def _mapping(name: str, value: Any) -> dict[str, Any]:
