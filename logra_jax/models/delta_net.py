@@ -267,7 +267,7 @@ class GatedDeltaNet(nnx.Module):
 
     def _log_decay(self, a: Array) -> Array:
         """``g = −exp(A_log) softplus(a + dt_bias)``, float32, of each value head."""
-        rate = jnp.exp(self.A_log[...])[None, None]
+        rate = jnp.exp(self.A_log[...].astype(jnp.float32))[None, None]
         bias = self.dt_bias[...].astype(jnp.float32)[None, None]
         return -rate * jax.nn.softplus(a.astype(jnp.float32) + bias)
 
