@@ -5,23 +5,35 @@ log-probs of sampled tokens. A KL over no token at all is NaN: no context, no es
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, PyTree
 
-from logra_jax.algorithm.parallel import AxisNames, total
+from logra_jax.algorithm.parallel import AxisNames, Tree, total
 
 Head = Callable[[Array], Array]
 
 _NEAR = 0.25  # below, five terms of exp_excess's series are exact to 4e-7
 
 
+class LateHead(NamedTuple):
+    """A head that is made, from parts on several devices say, when it is used.
+
+    Attributes:
+        after: arrays -> the head, not made before there are such; and the arrays, to
+            be used from then on.
+    """
+
+    after: Callable[[PyTree], tuple[Head, PyTree]]
+
+
 def realised_kl(
     hidden_before: Float[Array, "tokens features"],
     hidden_after: Float[Array, "tokens features"],
-    head: Head,
+    head: Head | LateHead,
     mask: Bool[Array, " tokens"] | Float[Array, " tokens"],
     *,
     temperature: float | Array = 1.0,
@@ -56,7 +68,7 @@ def realised_kl(
 def change_of_policy(
     hidden_before: Float[Array, "tokens features"],
     hidden_after: Float[Array, "tokens features"],
-    head: Head,
+    head: Head | LateHead,
     mask: Bool[Array, " tokens"] | Float[Array, " tokens"],
     *,
     temperature: float | Array = 1.0,
@@ -68,13 +80,21 @@ def change_of_policy(
     .. math:: H = -\operatorname{mean}_t \sum_v p_t(v) \log p_t(v)
     """
 
+    hidden = hidden_before, hidden_after
+    logits, hidden = head_for(head, hidden)
+
     def measure(args):
-        log_p, log_q = (log_policy(head(h), temperature) for h in args)
+        log_p, log_q = (log_policy(logits(h), temperature) for h in args)
         return divergence(log_p, log_q), _entropy(log_p)
 
-    both = map_chunks(measure, (hidden_before, hidden_after), chunk)
+    both = map_chunks(measure, hidden, chunk)
     kl, entropy = (masked_mean(values, mask, axis_name) for values in both)
     return kl, entropy
+
+
+def head_for(head: Head | LateHead, arrays: Tree) -> tuple[Head, Tree]:
+    """The head to use on ``arrays``, a tree, and the arrays to use it on."""
+    return head.after(arrays) if isinstance(head, LateHead) else (head, arrays)
 
 
 def _entropy(

@@ -16,8 +16,10 @@ from jaxtyping import Array, Bool, Float, Float32, Int, PyTree
 
 from logra_jax.algorithm.divergence import (
     Head,
+    LateHead,
     divergence,
     exp_excess,
+    head_for,
     log_policy,
     map_chunks,
     masked_mean,
@@ -33,7 +35,7 @@ _ROUNDS = 10
 
 def predict_kl(
     hidden: Callable[[PyTree], Float[Array, "tokens features"]],
-    head: Head,
+    head: Head | LateHead,
     probes: PyTree,
     updates: PyTree,
     mask: Bool[Array, " tokens"] | Float[Array, " tokens"],
@@ -80,11 +82,12 @@ def predict_kl(
 
     Reference: LoGRA, arXiv:2610.06647.
     """
-    h, h_rate = jax.jvp(hidden, (probes,), (updates,))
+    rates = jax.jvp(hidden, (probes,), (updates,))
+    logits, (h, h_rate) = head_for(head, rates)
 
     def variance(args):
         z, z_rate = jax.jvp(
-            lambda h: scaled_logits(head(h), temperature), args[:1], args[1:]
+            lambda h: scaled_logits(logits(h), temperature), args[:1], args[1:]
         )
         p = jax.nn.softmax(z)
         mean = jnp.sum(p * z_rate, -1, keepdims=True)
@@ -95,7 +98,7 @@ def predict_kl(
 
 def predict_kl_by_difference(
     hidden: Callable[[PyTree], Float[Array, "tokens features"]],
-    head: Head,
+    head: Head | LateHead,
     probes: PyTree,
     updates: PyTree,
     mask: Bool[Array, " tokens"] | Float[Array, " tokens"],
@@ -235,7 +238,7 @@ def predict_kl_by_difference(
 class _Policy(NamedTuple):
     """How hidden states become a policy, and which tokens it is measured on."""
 
-    head: Head
+    head: Head | LateHead
     temperature: float | Array
     chunk: int
     mask: Array
@@ -266,12 +269,13 @@ _Measure = Callable[[Array], tuple[Array, Array]]
 def _measure_vocabulary(
     policy: _Policy, before: Array, moved: Callable[[Array], Array]
 ) -> _Measure:
-    def mean_divergence(args):
-        p, forth, back = (log_policy(policy.head(h), policy.temperature) for h in args)
-        return 0.5 * (divergence(p, forth) + divergence(p, back))
-
     def measure(steps: Array) -> tuple[Array, Array]:
-        states = (before, *lax.map(moved, steps))
+        head, states = head_for(policy.head, (before, *lax.map(moved, steps)))
+
+        def mean_divergence(args):
+            p, forth, back = (log_policy(head(h), policy.temperature) for h in args)
+            return 0.5 * (divergence(p, forth) + divergence(p, back))
+
         kl = map_chunks(mean_divergence, states, policy.chunk)
         return policy.mean(kl), jnp.float32(0)
 
@@ -285,11 +289,13 @@ def _measure_tokens(
     tokens: Array,
     reported: Array,
 ) -> _Measure:
-    def pick(args):
-        logprobs = log_policy(policy.head(args[0]), policy.temperature)
-        return jnp.take_along_axis(logprobs, args[1], -1)[:, 0]
-
     def logprob(h: Array) -> Array:
+        head, h = head_for(policy.head, h)
+
+        def pick(args):
+            logprobs = log_policy(head(args[0]), policy.temperature)
+            return jnp.take_along_axis(logprobs, args[1], -1)[:, 0]
+
         return map_chunks(pick, (h, tokens[:, None]), policy.chunk)
 
     log_p = logprob(before)

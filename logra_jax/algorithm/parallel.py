@@ -27,6 +27,7 @@ ROWS = ("data", "fsdp")  # axes that the batch is cut over
 _TENSOR = "tensor"
 
 Tree = TypeVar("Tree")
+Other = TypeVar("Other")
 AxisNames = str | Sequence[str] | None
 
 
@@ -82,7 +83,7 @@ def gather(array: Array, names: tuple[str, ...], axis: int) -> Array:
 
 
 def gather_bits(
-    array: Array, names: tuple[str, ...], after: Array, *, tiled: bool
+    array: Array, names: tuple[str, ...], after: Any, *, tiled: bool
 ) -> Array:
     """The whole of an array that is cut over mesh axes ``names``, not before ``after``.
 
@@ -93,8 +94,8 @@ def gather_bits(
     Args:
         array: this device's part.
         names: more than one part.
-        after: what the gather waits for; to be used from then on behind a barrier
-            with ``array``.
+        after: a tree of what the gather waits for; to be used from then on behind a
+            barrier with ``array``.
         tiled: parts follow each other along axis 0, in place of a new axis.
     """
     bits = _bits(array)
@@ -114,9 +115,30 @@ def gather_rows(table: Array, names: tuple[str, ...], rows: Array) -> Array:
     return from_bits(gather_bits(table, names, rows, tiled=True)[rows], table.dtype)
 
 
-def _no_bits(array: Array) -> Array:
-    """Zero, uint16, that comes from an array's first number without XLA knowing."""
-    some = lax.stop_gradient(array).reshape(-1)[0]
+def not_before(tokens: Tree, arrays: Other) -> tuple[Tree, Other]:
+    """Token ids that are not there before ``arrays`` are; and the arrays.
+
+    What needs tokens and weights alone XLA may begin at once, and hold the whole
+    embedding that it gathered until something that comes much later has used it.
+
+    Args:
+        tokens: a tree of integer arrays.
+        arrays: a tree, to be used from then on as it is returned.
+    """
+    tokens, arrays = lax.optimization_barrier((tokens, arrays))
+    if BARRIERS_ARE_FORGOTTEN:
+        none = _no_bits(arrays)
+        tokens = jax.tree.map(lambda x: x + none.astype(x.dtype), tokens)
+    return tokens, arrays
+
+
+def _no_bits(tree: Any) -> Array:
+    """Zero, uint16, that comes from all arrays of a tree without XLA knowing."""
+    return sum(map(_no_bits_of, jax.tree.leaves(tree)), jnp.uint16(0))
+
+
+def _no_bits_of(array: Array) -> Array:
+    some = _bits(lax.stop_gradient(array)).reshape(-1)[0]
     if jnp.issubdtype(some.dtype, jnp.floating):
         some = lax.bitcast_convert_type(some.astype(jnp.float32), jnp.uint32)
     return (lax.population_count(some) >> 8).astype(jnp.uint16)

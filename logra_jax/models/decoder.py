@@ -220,8 +220,7 @@ class Decoder(nnx.Module):
         head = (self.embed_tokens.embedding if is_tied else self.lm_head.kernel)[...]
         if parts(self.vocab_axes) > 1:
             head, arrays = jax.lax.optimization_barrier((head, arrays))
-        after = next(iter(jax.tree.leaves(arrays)), None)
-        logits = logits_of(head, is_tied=is_tied, names=self.vocab_axes, after=after)
+        logits = logits_of(head, is_tied=is_tied, names=self.vocab_axes, after=arrays)
         return logits, arrays
 
     def tensor_name(self, path: str, layer: tuple[int, ...] = ()) -> str:

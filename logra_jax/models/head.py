@@ -1,6 +1,7 @@
 """From final hidden states to logits, from a head that may be cut over a mesh."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ def logits_of(
     *,
     is_tied: bool,
     names: tuple[str, ...] = (),
-    after: Array | None = None,
+    after: Any = (),
 ) -> Callable[[Array], Array]:
     """Hidden states (..., h) -> float32 logits (..., vocab).
 
@@ -31,13 +32,13 @@ def logits_of(
             device's part of the vocabulary.
         is_tied: which of the two.
         names: mesh axes that cut the vocabulary.
-        after: what the gather waits for, see :func:`gather_bits`.
+        after: a tree that the gather waits for, see :func:`gather_bits`.
     """
     dtype, is_cut = head.dtype, parts(names) > 1
     if is_cut:
         # Parts of a head that is not tied stay apart, (parts, h, vocab / parts): side
         # by side they would be a copy more.
-        head = gather_bits(head, names, head if after is None else after, tiled=is_tied)
+        head = gather_bits(head, names, after, tiled=is_tied)
 
     def logits(hidden: Array) -> Array:
         is_widened = dtype != hidden.dtype

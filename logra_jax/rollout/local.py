@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key, UInt32
 
-from logra_jax.algorithm.parallel import ROWS, own_part, parts
+from logra_jax.algorithm.parallel import ROWS, not_before, own_part, parts
 from logra_jax.models.attention import Span
 from logra_jax.models.decoder import Cache, Decoder, Past
 from logra_jax.models.sharding import put_everywhere, specs_of
@@ -273,7 +273,7 @@ def prefill(
         the prefix as a list of at most one :class:`Past`.
     """
     width = tokens.shape[1] if prompt_width is None else prompt_width
-    shared = run_prefix(model, prefix, dtype)
+    shared, tokens = run_prefix(model, prefix, tokens, dtype)
     columns = jnp.arange(tokens.shape[1])[None]
     first = width - prompt_lengths[:, None]
     positions = prefix.shape[0] + jnp.maximum(columns - first, 0)
@@ -284,14 +284,26 @@ def prefill(
     return hidden, cache, shared
 
 
-def run_prefix(model: Decoder, prefix: Int[Array, " prefix"], dtype=None) -> list[Past]:
-    """The tokens common to all rows, run once; none, or one :class:`Past`."""
+def run_prefix(
+    model: Decoder,
+    prefix: Int[Array, " prefix"],
+    tokens: Int[Array, "batch time"],
+    dtype=None,
+) -> tuple[list[Past], Int[Array, "batch time"]]:
+    """The tokens common to all rows, run once, and then those of the rows.
+
+    Returns:
+        None or one :class:`Past`, and ``tokens``, which are there only after it: on a
+        mesh the embedding is gathered for one at a time.
+    """
     if not prefix.shape[0]:
-        return []
+        return [], tokens
     causal = Span.causal(prefix.shape[0])
     positions = jnp.arange(prefix.shape[0])[None]
     _, cache = model(prefix[None], positions, causal, dtype=dtype)
-    return [Past(cache, causal)]
+    if parts(model.vocab_axes) > 1:
+        tokens, cache = not_before(tokens, cache)
+    return [Past(cache, causal)], tokens
 
 
 def sample(

@@ -154,10 +154,11 @@ def packed_terms(
     Returns:
         The terms of the tokens to predict, (devices * time, 1).
     """
-    shared, start = run_prefix(model, prefix), prefix.shape[0]
-    order = start + jnp.arange(packed.tokens.shape[1])[None]
+    shared, tokens = run_prefix(model, prefix, packed.tokens)
+    start = prefix.shape[0]
+    order = start + jnp.arange(tokens.shape[1])[None]
     hidden, _ = model(
-        packed.tokens,
+        tokens,
         start + packed.positions,
         Span(order, packed.segments),
         shared,

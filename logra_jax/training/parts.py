@@ -9,10 +9,10 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from logra_jax.algorithm.divergence import change_of_policy, exp_excess
+from logra_jax.algorithm.divergence import LateHead, change_of_policy, exp_excess
 from logra_jax.algorithm.kl_prediction import predict_kl, predict_kl_by_difference
 from logra_jax.algorithm.merge import Landing
-from logra_jax.algorithm.parallel import AXES, ROWS, total
+from logra_jax.algorithm.parallel import AXES, ROWS, Tree, not_before, total
 from logra_jax.models.decoder import Decoder
 from logra_jax.training.layout import (
     BY_ROWS,
@@ -124,6 +124,13 @@ class Parts:
             return lax.pmax(value, ROWS) if self.layout else value
         return total(jnp.sum(values), ROWS if self.layout else None)
 
+    def _not_before(self, batch: Batch, arrays: Tree) -> tuple[Batch, Tree]:
+        """``batch``, of which the model sees nothing before there are ``arrays``."""
+        if self.layout is None:
+            return batch, arrays
+        tokens, arrays = not_before((batch.prefix, batch.prompts), arrays)
+        return batch._replace(prefix=tokens[0], prompts=tokens[1]), arrays
+
     def logprobs(
         self, weights: nnx.State, batch: Batch, most: int
     ) -> Float32[Array, "batch new"]:
@@ -154,12 +161,14 @@ class Parts:
         """
 
         def predict(weights, trained, batch, proposal, last):
+            batch, proposal = self._not_before(batch, proposal)
+
             def hidden(trained: nnx.State) -> Array:
                 model = self.model(weights, trained, plain=True)
                 return hidden_in_parts(model, batch, most, jnp.float32)
 
             model = self.model(weights, trained, plain=True)
-            head, proposal = model.head_after(proposal)
+            head = LateHead(model.head_after)
             mask = batch.mask.reshape(-1)
             policy = (hidden, head, trained, proposal, mask)
             temperature = self.options.loss.temperature
@@ -209,13 +218,13 @@ class Parts:
         """
 
         def realised(weights, trained, batch, before):
+            batch, weights = self._not_before(batch, weights)
             model = self.model(weights, trained, plain=False)
             after = hidden_in_parts(model, batch, most, jnp.float32)
-            head, after = model.head_after(after)
             return change_of_policy(
                 before,
                 after,
-                head,
+                LateHead(model.head_after),
                 batch.mask.reshape(-1),
                 temperature=self.options.loss.temperature,
                 axis_name=self.axes,
