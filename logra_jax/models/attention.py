@@ -1,8 +1,9 @@
 """Attention of tokens to tokens before them, without a time x time mask or value.
 
-Who sees whom is two integers per token (:class:`Span`). Two forms of one softmax, both
-for every mode of differentiation: ``full`` holds the scores of all queries at once,
-``chunked`` those of a few queries, in the backward pass once more.
+Who sees whom is two integers per token (:class:`Span`). Forms of one softmax: ``full``
+holds the scores of all queries at once, ``chunked`` those of a few queries, in the
+backward pass once more; both for every mode of differentiation. ``flash`` is cuDNN's
+kernel on NVIDIA GPUs, which holds no scores: in 16 bits, forwards and in reverse.
 """
 
 from collections.abc import Sequence
@@ -13,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-# How scores are held: all at once, of a few queries at a time, or whichever fits.
-ATTENTION = ("auto", "full", "chunked")
+# How scores are held: all at once, of a few queries at a time, whichever of the two
+# fits, or not at all.
+ATTENTION = ("auto", "full", "chunked", "flash")
 
 EVERYONE = -1  # the segment that tokens of all segments see
 
@@ -22,6 +24,8 @@ EVERYONE = -1  # the segment that tokens of all segments see
 _FULL_KEYS, _FULL_SCORES = 1024, 2**25
 _CHUNK_QUERIES = 256  # at most
 _CHUNK_SCORES = 2**24  # entries of one chunk's scores: 64 MiB of float32
+_FLASH = "cudnn"  # of the implementations of jax.nn.dot_product_attention
+_FLASH_DTYPES = (jnp.bfloat16, jnp.float16)
 
 
 class KV(NamedTuple):
@@ -77,7 +81,8 @@ def attend(
         span: of the queries.
         parts: keys and values with their spans. The first are the queries' own.
         kind: one of ``ATTENTION``; ``"auto"`` is chunked beyond 1,024 keys, or 2^25
-            scores.
+            scores. ``"flash"`` is so too for a single query, and for float32, which the
+            kernel does not take; it has no forward-mode derivative.
         window: no query sees more of its own keys than so many up to itself, and the
             chunked form reads no others; None where that is not known.
 
@@ -88,7 +93,9 @@ def attend(
     batch, time, heads, _ = q.shape
     keys = sum(kv.k.shape[1] for kv, _ in parts)
     scores = batch * time * heads * keys
-    if kind == "auto":
+    if kind == "flash" and time > 1 and q.dtype in _FLASH_DTYPES:
+        return _attend_flash(q, span, parts)
+    if kind in ("auto", "flash"):
         is_small = keys <= _FULL_KEYS and scores <= _FULL_SCORES
         kind = "full" if is_small else "chunked"
     size = _chunk_size(time, scores // time)
@@ -146,6 +153,30 @@ def _attend_in_chunks(
     spans = jax.tree.map(lambda a: split(a, mode="edge"), span)
     out = lax.map(chunk, (jnp.arange(chunks), split(q), spans))
     return jnp.moveaxis(out, 0, 1).reshape(batch, -1, *q.shape[2:])[:, :time]
+
+
+def _attend_flash(q: Array, span: Span, parts: Sequence[Part]) -> Array:
+    """By one kernel, which is told who sees whom by a mask (rows, queries, keys)."""
+    batch, time, *_ = q.shape
+    masks = [visible(span, keys) for _, keys in parts]
+    rows = max(len(mask) for mask in masks)
+
+    def joined(arrays: list[Array], axis: int, rows: int) -> Array:
+        alike = [jnp.broadcast_to(a, (rows, *a.shape[1:])) for a in arrays]
+        return jnp.concatenate(alike, axis)
+
+    k = joined([kv.k for kv, _ in parts], 1, batch)
+    v = joined([kv.v for kv, _ in parts], 1, batch)
+    mask = joined(masks, 2, rows)
+    # The kernel's backward pass takes even lengths. A query of the padding sees what
+    # the last one sees, nobody sees a key of it.
+    odd, odd_keys = time % 2, k.shape[1] % 2
+    q = jnp.pad(q, ((0, 0), (0, odd), (0, 0), (0, 0)))
+    k, v = (jnp.pad(a, ((0, 0), (0, odd_keys), (0, 0), (0, 0))) for a in (k, v))
+    mask = jnp.pad(mask, ((0, 0), (0, odd), (0, 0)), mode="edge")
+    mask = jnp.pad(mask, ((0, 0), (0, 0), (0, odd_keys)))[:, None]
+    out = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=_FLASH)
+    return out[:, :time]
 
 
 def _attend_at_once(q: Array, span: Span, parts: Sequence[Part]) -> Array:

@@ -37,7 +37,13 @@ from logra_jax.training.memory import device_bytes
 from logra_jax.training.methods import Method, weights_of
 from logra_jax.training.packing import Fields, pack
 from logra_jax.training.parts import StepOptions
-from logra_jax.training.policy import mesh_of, method_of, model_directory, trainable
+from logra_jax.training.policy import (
+    check_attention_runs,
+    mesh_of,
+    method_of,
+    model_directory,
+    trainable,
+)
 from logra_jax.training.prepare import trained_weights
 from logra_jax.training.schema import Config
 from logra_jax.training.schema_mesh import MeshConfig
@@ -211,17 +217,21 @@ def build_trial(
 
     Raises:
         ValueError: a mesh of more devices than there are, or that does not divide the
-            model; a bad rank or match.
+            model; a bad rank or match; a kernel of attention that is not here.
     """
     config = configure(config, kind, work)
-    shapes = shapes_of(config)
+    shapes, attention = shapes_of(config), config.model.attention
+    if is_abstract and attention == "flash":
+        attention = "chunked"  # which compiles for CPUs, and holds no less
+    else:
+        check_attention_runs(config)
 
     def make() -> Decoder:
         model = Decoder(
             shapes,
             dtype=config.model.dtype,
             activations=config.model.activations,
-            attention=config.model.attention,
+            attention=attention,
             remat=config.model.remat,
             rngs=nnx.Rngs(0),
         )

@@ -135,6 +135,7 @@ def load_policy(
         check_served(config, read_config(directory))
     mesh = mesh_of(config)
     _check_exchanges(mesh)
+    check_attention_runs(config)
     model = load_decoder(
         directory,
         dtype=config.model.dtype,
@@ -191,6 +192,19 @@ def check_served(config: Config, shapes: DecoderConfig) -> None:
             "`model.dtype` must be bfloat16 for SGLang to serve a model with Gated "
             f"DeltaNet layers, got {config.model.dtype!r}; or use "
             "`rollout.engine=local`."
+        )
+
+
+def check_attention_runs(config: Config) -> None:
+    """Refuse a kernel of attention that this machine does not have.
+
+    Raises:
+        ValueError: flash attention without a GPU.
+    """
+    if config.model.attention == "flash" and jax.default_backend() != "gpu":
+        raise ValueError(
+            "`model.attention` must be auto, full or chunked on a machine without an "
+            f"NVIDIA GPU ({jax.default_backend()}), got 'flash'; use auto."
         )
 
 

@@ -34,9 +34,11 @@ class ModelConfig:
     """Of the weights."""
     activations: Literal["bfloat16", "float32"] | None = None
     """Of the activations; null is the weights' dtype; CPUs like float32."""
-    attention: Literal["auto", "full", "chunked"] = "auto"
+    attention: Literal["auto", "full", "chunked", "flash"] = "auto"
     """How attention scores are held: of all queries at once, of a few queries at a
-    time, or (auto) the first up to 1,024 keys and the second beyond."""
+    time, or (auto) the first up to 1,024 keys and the second beyond; or not at all, by
+    cuDNN's kernel (flash), on NVIDIA GPUs and for activations in bfloat16. The KL of an
+    update is measured in float32 and so by auto; `logra plan` counts chunks."""
     remat: Literal["none", "dots", "layer", "offload"] = "none"
     """What a layer keeps for the backward pass: everything, products with weights, only
     its input (most time), or that in the host's memory (least memory)."""
@@ -68,6 +70,13 @@ class ModelConfig:
             self.activations,
             "be at least as wide as `model.dtype` (float32)",
             "use null",
+        )
+        require(
+            self.attention != "flash" or (self.activations or self.dtype) == "bfloat16",
+            "model.attention",
+            self.attention,
+            "be auto, full or chunked for activations in float32",
+            "use auto, or `model.activations=bfloat16`",
         )
 
 

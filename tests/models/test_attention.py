@@ -176,6 +176,64 @@ def shapes_of(jaxpr) -> list[tuple[int, ...]]:
     return found
 
 
+# --- flash attention: cuDNN's kernel, and on a CPU the definition that it implements
+
+
+@pytest.fixture
+def flash_calls(monkeypatch) -> list[tuple]:
+    """Shapes (q, k, mask) and implementation of each call, which XLA answers."""
+    calls, original = [], jax.nn.dot_product_attention
+
+    def instead(q, k, v, *, mask, implementation):
+        calls.append((q.shape, k.shape, mask.shape, implementation))
+        return original(q, k, v, mask=mask, implementation="xla")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
+    return calls
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_flash_attention_is_the_same_softmax_of_even_lengths(case, getkey, flash_calls):
+    batch, time, prefix, longest, window = CASES[case]
+    segments = None if longest is None else ragged(batch, time, longest)
+    made = make(getkey(), batch, time, prefix, segments)
+    q, own, kvs, spans = jax.tree.map(
+        lambda a: a.astype(jnp.bfloat16) if a.dtype == jnp.float32 else a, made
+    )
+    weights = jax.random.normal(getkey(), q.shape)
+
+    def value_and_gradients(q, kvs, kind):
+        def run(q, kvs):
+            parts = list(zip(kvs, spans, strict=True))
+            return attend(q, own, parts, kind=kind, window=window)
+
+        value, transpose = jax.vjp(run, q, kvs)
+        return value, transpose(weights.astype(value.dtype))
+
+    got = jax.jit(value_and_gradients, static_argnames="kind")(q, kvs, kind="flash")
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), (q, kvs))
+    expected = value_and_gradients(*wide, kind="full")
+    jax.tree.map(lambda a, b: close(a.astype(jnp.float32), b, 0.05), got, expected)
+    even, keys = time + time % 2, prefix + time
+    ((queries, keys_shape, mask, implementation),) = flash_calls
+    assert implementation == "cudnn"
+    assert queries == (batch, even, HEADS, HEAD_DIM)
+    assert keys_shape == (batch, keys + keys % 2, KV_HEADS, HEAD_DIM)
+    assert mask == (len(own.segment), 1, even, keys + keys % 2)
+
+
+def test_one_query_or_float32_does_without_flash_attention(getkey, flash_calls):
+    q, own, kvs, spans = make(getkey(), 2, 7, 3)
+    parts = list(zip(kvs, spans, strict=True))
+    close(attend(q, own, parts, kind="flash"), attend(q, own, parts), 1e-6)
+    last = jax.tree.map(lambda a: a[:, -1:], own)
+    half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (q[:, -1:], kvs))
+    parts = list(zip(half[1], spans, strict=True))
+    got, expected = (attend(half[0], last, parts, kind=k) for k in ("flash", "full"))
+    np.testing.assert_array_equal(got, expected)
+    assert not flash_calls
+
+
 @pytest.mark.parametrize("window", [None, 16])
 def test_no_pass_holds_a_value_of_time_by_time(window, getkey, monkeypatch):
     monkeypatch.setattr(attention, "_CHUNK_QUERIES", 8)

@@ -3,6 +3,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
@@ -10,6 +11,7 @@ from logra_jax import cli
 from logra_jax.models.layers import DecoderConfig
 from logra_jax.models.presets import PRESETS
 from logra_jax.study import plan as plan_module
+from logra_jax.study import trial as trial_module
 from logra_jax.study.plan import CARDS, GIB, find_cards, make_plan, plan_command
 from logra_jax.study.plan_table import print_plan
 from logra_jax.study.trial import (
@@ -104,6 +106,42 @@ def test_packed_rows_hold_as_many_tokens(path):
     trial = build_trial(config, "logra", workload_of(config, 192), is_abstract=True)
     assert trial.batch.packed is not None
     assert trial.batch.packed.rows.tokens.shape == (1, 2, 192)
+
+
+# --- flash attention, which is a GPU's
+
+
+def test_a_plan_counts_flash_attention_as_chunks(path):
+    config = load_config(path, ["model.attention=flash"])
+    work = workload_of(config, 192)
+    step, state, batch, *_ = build_trial(config, "logra", work, is_abstract=True)
+    assert step.lower(state, batch)  # without cuDNN, which is not here
+    with pytest.raises(
+        ValueError, match=r"`model.attention` must be .* \(cpu\), got 'flash'; use auto"
+    ):
+        build_trial(config, "logra", work, is_abstract=False)
+
+
+def test_a_step_by_flash_attention_is_one_by_full_attention(path, monkeypatch):
+    """The kernel's part played by XLA; the KL is measured without it, in float32."""
+    seen, original = [], jax.nn.dot_product_attention
+
+    def instead(q, k, v, *, mask, implementation):
+        seen.append((q.dtype, implementation))
+        return original(q, k, v, mask=mask, implementation="xla")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
+    monkeypatch.setattr(trial_module, "check_attention_runs", lambda config: None)
+    metrics = {}
+    for kind in ("flash", "full"):
+        config = load_config(path, [f"model.attention={kind}"])
+        work = workload_of(config, 192)
+        step, state, batch, *_ = build_trial(config, "logra", work, is_abstract=False)
+        _, metrics[kind], _ = step(state, batch)
+    assert set(seen) == {(jnp.dtype("bfloat16"), "cudnn")}
+    for name in ("loss", "update/sketch_norm", "kl/q", "kl/realised"):
+        got, expected = metrics["flash"][name], metrics["full"][name]
+        assert got == pytest.approx(float(expected), rel=0.05, abs=1e-4), name
 
 
 # --- memory

@@ -428,6 +428,15 @@ def test_a_resumed_run_may_move_to_other_servers_but_not_change_its_loss(load):
         check_resumable(load(*SGLANG, "rl.correction=sequence"), config)
 
 
+def test_flash_attention_of_float32_is_refused(load):
+    assert load("model.activations=null", "model.attention=flash")
+    for wide in ("model.activations=float32", "model.dtype=float32"):
+        with pytest.raises(
+            ValueError, match=r"`model.attention` must be auto, .*got 'flash'; use auto"
+        ):
+            load("model.activations=null", wide, "model.attention=flash")
+
+
 def test_activations_narrower_than_the_weights_are_refused(load):
     with pytest.raises(ValueError, match=r"`model.activations` must be at least as"):
         load("model.dtype=float32", "model.activations=bfloat16")

@@ -281,6 +281,13 @@ def test_bad_input_is_one_sentence_and_exit_status_2(
     assert "Traceback" not in error
 
 
+def test_flash_attention_without_a_gpu_is_refused_at_the_start(tiny_run):
+    with pytest.raises(
+        ValueError, match=r"`model.attention` must be .* \(cpu\), got 'flash'; use auto"
+    ):
+        tiny_run("run", "model.activations=bfloat16", "model.attention=flash")
+
+
 def test_resuming_as_another_run_is_refused(
     finished_run: Path, tiny_config: Path, tiny_run: Run
 ):
