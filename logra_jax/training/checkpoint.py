@@ -153,7 +153,7 @@ class Checkpoints:
     def _require_step(self, best: bool = False) -> int:
         step = self.best_step if best else self.latest_step
         if step is None:
-            kind = "an evaluated checkpoint" if best else "a checkpoint"
+            kind = "a checkpoint" + " with a value of `eval.best`" * best
             raise ValueError(
                 f"`run_dir` must hold {kind}, got {str(self.run_dir)!r}, which has "
                 "none yet."

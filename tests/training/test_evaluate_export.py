@@ -139,7 +139,7 @@ def test_export_and_eval_find_the_best_checkpoint(
 def test_a_run_without_a_best_checkpoint_says_so(finished_copy: Path, capsys):
     (finished_copy / "metrics.jsonl").unlink()
     assert main(["eval", str(finished_copy), "--best"]) == 2
-    assert "`run_dir` must hold an evaluated checkpoint" in capsys.readouterr().err
+    assert "a checkpoint with a value of `eval.best`, got" in capsys.readouterr().err
 
 
 # --- bad input
