@@ -154,7 +154,14 @@ def test_no_token_sees_a_later_one(model):
     assert np.all(np.abs(a[0, 5:] - b[0, 5:]).max(-1) > 1e-3)
 
 
-@pytest.mark.parametrize("remat", [name for name in REMAT if name != "none"])
+@pytest.mark.parametrize(
+    "remat",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name != "layer"))
+        for name in REMAT
+        if name != "none"
+    ],
+)
 def test_remat_changes_neither_value_nor_gradient(model, remat):
     tokens = jnp.arange(14, dtype=jnp.int32).reshape(2, 7)
     graph = nnx.graphdef(build(remat, model.config))
@@ -254,7 +261,9 @@ def sketches_of(remat: str, tokens: jax.Array):
     return jax.jit(jax.grad(loss)), probes
 
 
-@pytest.mark.parametrize("tokens_of_a_piece", [1, 5, 12])
+@pytest.mark.parametrize(
+    "tokens_of_a_piece", [pytest.param(1, marks=pytest.mark.slow), 5, 12]
+)
 @pytest.mark.parametrize("remat", ["layer", "none"])
 def test_pieces_of_the_tokens_have_the_sketches_of_all(
     remat, tokens_of_a_piece, monkeypatch
@@ -285,6 +294,7 @@ def test_forward_mode_in_pieces_has_the_rate_of_change_of_all(monkeypatch):
     jax.tree.map(close, rate(), expected)
 
 
+@pytest.mark.slow
 def test_features_of_all_tokens_never_exist_where_only_inputs_are_kept(monkeypatch):
     wide = dataclasses.replace(CONFIG, intermediate_size=2048, num_layers=2)
     monkeypatch.setitem(globals(), "CONFIG", wide)

@@ -403,6 +403,7 @@ def test_reverse_mode_is_the_transpose_of_forward_mode(rows):
 # --- as a layer
 
 
+@pytest.mark.slow
 def test_stacked_layers_are_scanned_and_rematerialised():
     @nnx.split_rngs(splits=3)
     @nnx.vmap(in_axes=(0,), out_axes=0)

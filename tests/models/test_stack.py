@@ -141,6 +141,7 @@ def test_forward_mode_goes_through_the_slices():
     assert np.any(ours)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activations", ["float32", "bfloat16"])
 @pytest.mark.parametrize("remat", REMAT)
 def test_no_pass_over_a_decoder_holds_a_copy_of_its_weights(

@@ -239,6 +239,7 @@ def test_lazy_answers_win_nothing(answer):
     assert [gold for gold in golds if math(answer, gold)] == []
 
 
+@pytest.mark.slow
 def test_hostile_answers_cost_neither_time_nor_memory_nor_the_pool(hostile):
     golds = ["5", r"2\pi", "x^2+1", "(1,2)", "x=5", r"\{1,2\}", "[1,2)", "y=2x+1"]
     golds += [r"\text{Monday}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"]

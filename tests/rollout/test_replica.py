@@ -215,7 +215,9 @@ def test_ten_lines_of_numpy_repeat_every_merge_from_its_bytes(run):
     assert_same_bits(weights, run.last)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(
+    "library", ["numpy", pytest.param("torch", marks=pytest.mark.slow)]
+)
 def test_a_replica_holds_the_trainers_weights_after_a_thousand_updates(run, library):
     replica = Replica(in_library(library, run.first), 0)
     assert replica.digest == decode(run.blobs[0]).base_digest

@@ -76,6 +76,7 @@ def result(path: Path) -> dict:
     return json.loads(line)
 
 
+@pytest.mark.slow
 def test_every_method_is_timed_as_often_and_compiled_apart(result):
     assert list(result["methods"]) == list(METHODS)
     assert result["in_turns"]

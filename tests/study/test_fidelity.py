@@ -108,6 +108,7 @@ def test_kl_is_quadratic_in_a_small_step():
     assert off[3] > 0.02  # a step of a tenth of a nat is no longer small
 
 
+@pytest.mark.slow
 def test_sections_tick_as_often_as_they_say_and_show_themselves():
     options = Options(ranks=(4,), seeds=1, rows=8, updates=1, draws=3)
     for section in SECTIONS:

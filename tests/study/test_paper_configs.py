@@ -13,6 +13,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 PAPER = {"qwen2.5-math-1.5b": 7.18, "qwen2.5-math-7b": 17.29, "qwen3.8-27b": 51.54}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAPER)
 @pytest.mark.parametrize("rank", [64, 256])
 def test_an_update_of_the_paper_fits_far_within_its_memory(name, rank, monkeypatch):

@@ -62,6 +62,7 @@ def test_the_newest_and_the_best_are_kept_and_outlive_a_resume(tiny_run: Run):
     assert saved(without) == {4}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scripted")
 def test_a_run_killed_while_it_saves_its_best_has_it_in_the_end(
     tiny_run: Run, tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -88,6 +89,7 @@ def test_a_run_killed_while_it_saves_its_best_has_it_in_the_end(
     assert model(run_dir) == model(whole)
 
 
+@pytest.mark.slow
 def test_an_alarm_ends_a_run_that_exports_its_best(
     tiny_run: Run, tiny_config: Path, tmp_path: Path, capsys
 ):
@@ -135,6 +137,7 @@ def journal(run_dir: Path) -> list[dict]:
     return [deterministic(row) for row in read_metrics(run_dir)]
 
 
+@pytest.mark.slow
 def test_history_of_alarms_outlives_a_resume(finished_copy: Path, tiny_config: Path):
     """Two updates raised it before the resume: the third does, and the next is last."""
     path = finished_copy / "metrics.jsonl"

@@ -14,6 +14,7 @@ from logra_jax.training.loop import train
 from logra_jax.training.serve import serve_options
 
 
+@pytest.mark.slow
 def test_a_hybrid_is_trained_sampled_replayed_and_exported(
     tiny_run, hybrid_dir, tmp_path, capsys
 ):
@@ -60,6 +61,7 @@ def test_a_hybrid_is_trained_sampled_replayed_and_exported(
     np.testing.assert_allclose(logits(model), expected, rtol=5e-4, atol=5e-4)
 
 
+@pytest.mark.slow
 def test_predicted_kl_of_a_hybrid_is_the_budget_and_realised_kl_follows_it(
     tiny_run, hybrid_dir
 ):

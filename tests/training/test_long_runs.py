@@ -201,6 +201,7 @@ GIVING_BACK = {
 }
 
 
+@pytest.mark.slow
 def test_host_memory_does_not_grow_over_400_steps(long_config: Path, tmp_path: Path):
     """In a process of its own, evaluations, checkpoints and kept updates included.
 

@@ -138,7 +138,9 @@ def test_a_run_killed_between_checkpoints_resumes_to_the_same_weights(
     assert journal(whole) == journal(killed)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_saves_and_the_run_can_go_on(
     number: signal.Signals, tiny_config: Path, tmp_path: Path
 ):
@@ -209,6 +211,7 @@ def test_a_refused_start_leaves_no_run_behind(tiny_run: Run, tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_be_resumed_for_more_steps(tiny_run: Run):
     run_dir = tiny_run("run", "kl.budget=constant")
     short = weights(run_dir)
@@ -228,6 +231,7 @@ def test_a_run_stops_early_when_it_reaches_its_target(tiny_run: Run, capsys):
     assert "heldout/sampled reached 0.001: stopping" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_grpo_trains_on_groups(tiny_run: Run):
     run_dir = tiny_run("run", "rl.advantage=grpo", "rl.responses_per_prompt=4")
     assert read_metrics(run_dir)[-1]["step"] == 4

@@ -79,6 +79,7 @@ def test_parts_are_those_of_one_device_times_the_devices_of_the_process():
     }
 
 
+@pytest.mark.slow
 def test_a_run_records_peaks_of_updates_and_steps_and_once_what_it_holds(
     finished_run: Path,
 ):

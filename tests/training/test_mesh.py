@@ -176,7 +176,7 @@ def share_of_a_device(tree) -> float:
         ("logra", BOTH),
         ("logra", DATA),
         ("adamw", BOTH),
-        ("lora", BOTH),
+        pytest.param("lora", BOTH, marks=pytest.mark.slow),
     ],
 )
 def test_three_steps_land_the_weights_of_one_device(kind, shape):
@@ -188,6 +188,7 @@ def test_three_steps_land_the_weights_of_one_device(kind, shape):
     check_same_weights(kind, ran(kind, None), ran(kind, shape))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [("logra", BOTH), ("adamw", BOTH)],
@@ -211,6 +212,7 @@ def check_same_weights(kind: str, one: Ran, many: Ran) -> None:
             assert after[name] == pytest.approx(before[name], rel=2e-3), name
 
 
+@pytest.mark.slow
 def test_in_float32_the_difference_is_that_of_a_sum_in_another_order():
     one, many = ran("logra", None, "float32"), ran("logra", BOTH, "float32")
     for a, b in zip(one.weights, many.weights, strict=True):
@@ -291,10 +293,10 @@ def test_devices_exchange_weights_sketches_and_scalars_only(shape):
     assert kernel_shapes(1) <= gathered  # they are seen at all
 
 
-@pytest.mark.parametrize("microbatch", [3, 1])
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("estimator", "is_tied"),
-    [("jvp", True), ("jvp", False), ("difference", False), ("engine", False)],
+    ("estimator", "is_tied", "microbatch"),
+    [("jvp", True, 3), ("jvp", False, 1), ("difference", False, 1)],
 )
 def test_a_device_holds_one_whole_matrix_of_the_vocabulary_at_a_time(
     estimator, is_tied, microbatch, monkeypatch
@@ -407,6 +409,7 @@ def test_the_model_is_read_straight_into_its_parts(tiny_model_dir):
         np.testing.assert_array_equal(np.asarray(a[...]), np.asarray(b[...]))
 
 
+@pytest.mark.slow
 def test_a_run_on_one_mesh_is_resumed_on_another(tiny_run):
     """Rollout, update, monitor, evaluation, checkpoint and export, all on a mesh."""
     from safetensors.numpy import load_file

@@ -120,6 +120,7 @@ def test_the_gradient_of_b_is_the_sketch_of_the_dense_gradient(tiny_config: Path
         assert not found[*layer, "lora_a"].any()  # as B is zero
 
 
+@pytest.mark.slow
 def test_adamw_takes_the_steps_of_optax_on_a_plain_float32_model(tiny_config: Path):
     """Three of them, decay and clipping included, without the KL controller."""
     options = ["optimizer.learning_rate=1e-2", "optimizer.weight_decay=0.1"]
@@ -321,6 +322,7 @@ def test_no_float32_copy_of_the_kernels_is_made():
     assert found <= kernels / 2 + 5 * kernels / layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_and_updates_on_a_mesh_are_those_of_one_device(
     tiny_config: Path, tiny_model_dir: Path, getkey, kind: str
@@ -390,6 +392,7 @@ def tensors(directory: Path) -> dict[str, np.ndarray]:
     return load_file(directory / "model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "more"),
     [
@@ -429,6 +432,7 @@ def test_a_run_trains_resumes_bit_for_bit_and_exports(
     assert all((exported[n] == after[n]).all() for n in names)
 
 
+@pytest.mark.slow
 def test_a_run_without_a_budget_takes_the_optimizers_step(tiny_run: Run):
     options = ["optimizer.kind=adamw", "kl.budget=none"]
     rows = read_metrics(tiny_run("run", *options, "train.steps=1"))

@@ -201,6 +201,7 @@ def test_a_signal_is_told_what_the_run_ends_after(epochs, what, tiny_config: Pat
     assert said == [f"SIGINT: stopping after {what}"]
 
 
+@pytest.mark.slow
 def test_groups_that_teach_nothing_are_replaced_and_the_place_in_the_data_is_kept(
     tiny_run: Run,
 ):
@@ -276,6 +277,7 @@ def test_groups_whose_responses_are_all_masked_are_replaced_too(tiny_config: Pat
     assert found.values["filter/mixed"] == 0.5
 
 
+@pytest.mark.slow
 def test_masked_responses_have_no_say_and_lengths_still_count_them(tiny_run: Run):
     """The tiny model hardly ever ends an answer within three tokens."""
     run_dir = tiny_run("run", "shaping.truncated=mask", "train.steps=1")

@@ -217,6 +217,7 @@ def test_memory_is_that_of_one_layers_gradient():
 # --- in a run
 
 
+@pytest.mark.slow
 def test_a_run_measures_every_n_updates_and_is_not_disturbed(tiny_run: Run):
     options = ["model.dtype=float32", "monitor.max_truncated=1"]
     plain = tiny_run("plain", *options)
@@ -237,6 +238,7 @@ def test_a_run_measures_every_n_updates_and_is_not_disturbed(tiny_run: Run):
     assert rows[2]["seconds/monitor"] > 0
 
 
+@pytest.mark.slow
 def test_alarms_are_counted_recorded_and_shown_once(tiny_run: Run, capsys):
     """A threshold that no run keeps, in a run whose kinds of layers differ in rank."""
     ranks = ["sketch.rank.mlp=5", "sketch.rank.attn=3"]

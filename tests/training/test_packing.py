@@ -249,6 +249,7 @@ def test_hidden_states_in_parts_are_those_of_all_rows(most, held):
     assert max(int(rows) for rows, length in found if length == str(time)) == held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row_tokens", [16, 100])
 def test_packed_rows_of_a_hybrid_have_those_of_padded_ones_too(row_tokens):
     """Its recurrence and its convolution start anew with each response.
@@ -278,6 +279,7 @@ def test_rows_dealt_to_the_devices_of_a_mesh_have_the_same_sketches():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=atol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_corrections_are_those_of_padded_rows(level):
     loss = LOSS._replace(
@@ -288,6 +290,7 @@ def test_corrections_are_those_of_padded_rows(level):
     assert metrics["correction/masked"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -379,6 +382,7 @@ def test_the_whole_step_is_that_of_padded_rows():
         assert float(packed[name]) == pytest.approx(float(value), rel=rel), name
 
 
+@pytest.mark.slow
 def test_a_run_packs_its_responses(tiny_run):
     run_dir = tiny_run("packed", "train.steps=2", "train.microbatch_tokens=64")
     rows = [row for row in read_metrics(run_dir) if row["step"] > 0]

@@ -129,6 +129,7 @@ def assert_same_update(one: Path, two: Path) -> None:
         assert differ.mean() <= 0.05, name
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_model_of_one(
     tiny_run: Run, tiny_config: Path, tiny_model_dir: Path, tmp_path: Path
 ):
@@ -155,6 +156,7 @@ def test_two_processes_train_the_model_of_one(
     assert rows[3]["seconds/compile"] == 0
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_ends_the_other_and_the_run_resumes(
     tiny_config: Path, tmp_path: Path
 ):
@@ -177,6 +179,7 @@ def test_a_process_that_is_killed_ends_the_other_and_the_run_resumes(
     assert (two / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_signal_to_either_stops_both_after_the_same_update(
     tiny_run: Run, tiny_config: Path, tmp_path: Path
 ):

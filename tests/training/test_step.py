@@ -164,6 +164,7 @@ def test_predicted_kl_is_the_true_kl_of_a_small_step_within_one_percent(real):
     assert float(true / (alpha**2 * q)) == pytest.approx(1.0, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_difference_and_jvp_agree_within_two_percent_at_any_scale(real):
     _, sketched, batch = real
@@ -256,8 +257,8 @@ def test_the_step_compiles_once_and_donates_its_weights(tiny_model_dir: Path):
     "options",
     [
         {"kl_estimator": "jvp"},
-        {"kl_estimator": "difference"},
-        {"kl_estimator": "engine"},
+        pytest.param({"kl_estimator": "difference"}, marks=pytest.mark.slow),
+        pytest.param({"kl_estimator": "engine"}, marks=pytest.mark.slow),
         {"kl_estimator": "engine", "correction": "sequence"},
     ],
 )
@@ -398,6 +399,7 @@ def test_the_engine_estimate_is_fed_the_log_probs_of_an_engine_that_differs(
     assert float(metrics["kl/q"]) == pytest.approx(float(expected), rel=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_correction_weighs_the_whole_batch_alike_in_any_microbatches(
     tiny_model_dir: Path, level: str

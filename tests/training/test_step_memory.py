@@ -55,7 +55,13 @@ def allocated(hlo: str) -> set[tuple[str, tuple[int, ...]]]:
     return found
 
 
-@pytest.mark.parametrize("remat", REMAT)
+@pytest.mark.parametrize(
+    "remat",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("dots", "offload")))
+        for name in REMAT
+    ],
+)
 def test_the_step_holds_no_float32_copy_of_its_weights(
     tiny_model_dir: Path, remat: str, monkeypatch
 ):

@@ -4,6 +4,7 @@ import itertools
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file
 
 from logra_jax.cli import main
@@ -33,6 +34,7 @@ def test_saved_updates_make_the_exported_model_bit_for_bit(
     assert (out / "tokenizer.json").exists()
 
 
+@pytest.mark.slow
 def test_a_replay_that_does_not_follow_is_one_line(
     tiny_run, tiny_model_dir: Path, tmp_path: Path, capsys
 ):
