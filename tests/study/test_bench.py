@@ -152,6 +152,7 @@ def test_rate_is_the_median_of_rates():
 # --- merge
 
 
+@pytest.mark.slow
 def test_merge_bench_measures_both_in_turns_and_prints_the_share(config, capsys):
     assert bench_merge(config, 100, True, repetitions=2) == 0
     (line,) = capsys.readouterr().out.splitlines()

@@ -121,6 +121,7 @@ def test_sections_tick_as_often_as_they_say_and_show_themselves():
         assert out.getvalue().count("\n") > 4
 
 
+@pytest.mark.slow
 def test_json_is_one_object_and_the_plot_a_picture(capsys, tmp_path, monkeypatch):
     plot = tmp_path / "fidelity.png"
     monkeypatch.setattr(

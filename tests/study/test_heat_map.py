@@ -15,6 +15,7 @@ def result(tiny_config: Path) -> dict:
     return measure_heat_map(load_config(tiny_config), ranks=[2, 32], responses=8)
 
 
+@pytest.mark.slow
 def test_wider_sketches_reconstruct_more_and_as_much_as_the_law_says(result: dict):
     assert set(result["cosines"]) == {"rademacher", "gaussian"}
     for found in result["cosines"].values():

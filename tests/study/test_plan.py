@@ -192,6 +192,7 @@ def test_a_reference_is_a_second_copy_of_the_trained_kernels(path, planned):
     assert gib["peak"] >= without["peak"] + gib["reference"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("logra_alone")
 def test_a_mesh_cuts_the_weights_and_its_program_is_of_one_device(config, planned):
     whole = planned["kinds"]["logra"]["gib"]

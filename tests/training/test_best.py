@@ -43,6 +43,7 @@ def model(run_dir: Path) -> bytes:
     return (run_dir / "model" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scripted")
 def test_the_newest_and_the_best_are_kept_and_outlive_a_resume(tiny_run: Run):
     few = [*OPTIONS, "train.keep_checkpoints=1"]

@@ -138,9 +138,8 @@ def test_a_run_killed_between_checkpoints_resumes_to_the_same_weights(
     assert journal(whole) == journal(killed)
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_the_run_can_go_on(
     number: signal.Signals, tiny_config: Path, tmp_path: Path
 ):

@@ -167,6 +167,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*TWICE, *EVERY, "rl.correction=token", "reference.policy=base"]
 
 
+@pytest.mark.slow
 def test_a_batch_makes_several_updates_and_a_run_goes_on_where_it_was(
     tiny_run: Run, options: list[str]
 ):

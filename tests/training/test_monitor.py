@@ -94,6 +94,7 @@ def the_sketch(x, g, A):
     return {"sketch": g.T @ (x @ A.T)}
 
 
+@pytest.mark.slow
 def test_the_measured_gradient_is_the_one_that_the_update_sketches():
     """Of all responses, its sketch is that of the training step, padding and all."""
     from logra_jax.training.methods import logra_method

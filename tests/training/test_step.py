@@ -259,7 +259,10 @@ def test_the_step_compiles_once_and_donates_its_weights(tiny_model_dir: Path):
         {"kl_estimator": "jvp"},
         pytest.param({"kl_estimator": "difference"}, marks=pytest.mark.slow),
         pytest.param({"kl_estimator": "engine"}, marks=pytest.mark.slow),
-        {"kl_estimator": "engine", "correction": "sequence"},
+        pytest.param(
+            {"kl_estimator": "engine", "correction": "sequence"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_padding_has_no_say_in_the_update(tiny_model_dir: Path, options: dict):
@@ -354,6 +357,7 @@ def falling(count):
     return 10.0 ** (-2.0 - count)
 
 
+@pytest.mark.slow
 def test_realised_over_predicted_kl_tends_to_one_with_the_budget(tiny_model_dir: Path):
     step, state, batch = tiny_step(tiny_model_dir, PROPOSE, falling)
     errors = []
@@ -453,6 +457,7 @@ def test_correction_weighs_the_whole_batch_alike_in_any_microbatches(
         )
 
 
+@pytest.mark.slow
 def test_correction_of_an_engine_without_mismatch_changes_no_sketch(
     tiny_model_dir: Path,
 ):

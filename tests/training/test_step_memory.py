@@ -58,7 +58,7 @@ def allocated(hlo: str) -> set[tuple[str, tuple[int, ...]]]:
 @pytest.mark.parametrize(
     "remat",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in ("dots", "offload")))
+        pytest.param(name, marks=[pytest.mark.slow] * (name != "layer"))
         for name in REMAT
     ],
 )
