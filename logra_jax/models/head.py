@@ -1,6 +1,7 @@
 """From final hidden states to logits, from a head that may be cut over a mesh."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -47,13 +48,38 @@ def logits_of(
         if is_widened:
             return _wide_logits(hidden, head, is_tied, dtype)
         kernel = from_bits(head, dtype)
-        kind = "...h,vh->...v" if is_tied else "...h,hv->...v"
-        if is_cut and not is_tied:
-            kind = "...h,nhv->...nv"
-        found = jnp.einsum(kind, hidden, kernel, preferred_element_type=jnp.float32)
-        return found.reshape(*hidden.shape[:-1], -1)
+        if not is_cut or is_tied:
+            kind = "...h,vh->...v" if is_tied else "...h,hv->...v"
+            return _narrow_logits(kind, hidden, kernel)
+        # A product for each part: one with all would take a transposed copy of them.
+        hidden = jnp.broadcast_to(hidden, (len(kernel), *hidden.shape))
+        found = _narrow_logits("n...h,nhv->n...v", hidden, kernel)
+        return jnp.moveaxis(found, 0, -2).reshape(*hidden.shape[1:-1], -1)
 
     return logits
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _narrow_logits(kind: str, hidden: Array, head: Array) -> Array:
+    """float32 logits of a head in the hidden states' own dtype, by :func:`jnp.einsum`.
+
+    Derivatives are products with narrow results: the transpose of a float32 product is
+    one of float32 factors, which takes a float32 copy of the whole head, anew for each
+    chunk of tokens.
+    """
+    return jnp.einsum(kind, hidden, head, preferred_element_type=jnp.float32)
+
+
+@partial(_narrow_logits.defjvp, symbolic_zeros=True)
+def _narrow_logits_jvp(kind, primals, tangents):
+    (hidden, head), found = primals, _narrow_logits(kind, *primals)
+    parts = ((tangents[0], head), (hidden, tangents[1]))
+    changes = [
+        jnp.einsum(kind, *part).astype(found.dtype)
+        for part in parts
+        if not any(isinstance(x, jax.custom_derivatives.SymbolicZero) for x in part)
+    ]
+    return found, sum(changes[1:], changes[0])
 
 
 def _wide_logits(hidden: Array, head: Array, is_tied: bool, dtype: jnp.dtype) -> Array:
