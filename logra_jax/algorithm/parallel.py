@@ -73,13 +73,15 @@ class Split(NamedTuple):
 def gather(array: Array, names: tuple[str, ...], axis: int) -> Array:
     """The whole of an array that is cut along ``axis`` over mesh axes ``names``.
 
-    bfloat16 travels as its bits: a CPU would send float32.
+    bfloat16 travels as its bits: a CPU would send float32. Parts arrive one after the
+    other, and only then are put side by side: a GPU gathers along an array's outermost
+    axis alone, and would for another one hold a transposed copy of the layers' stack.
     """
     if parts(names) == 1:
         return array
-    return from_bits(
-        lax.all_gather(_bits(array), names, axis=axis, tiled=True), array.dtype
-    )
+    gathered = lax.all_gather(_bits(array), names)
+    shape = (*array.shape[:axis], -1, *array.shape[axis + 1 :])
+    return from_bits(jnp.moveaxis(gathered, 0, axis).reshape(shape), array.dtype)
 
 
 def gather_bits(

@@ -236,6 +236,7 @@ class Collective(NamedTuple):
     op: str
     shapes: list[tuple[int, ...]]
     groups: str
+    axes: str  # of a gather
 
 
 def collectives(hlo: str) -> list[Collective]:
@@ -253,7 +254,9 @@ def collectives(hlo: str) -> list[Collective]:
             ]
             # {{0,1},{2,3}}, or by axes of a mesh: mesh['fsdp'=2,'tensor'=2] {'tensor'}
             groups = re.search(r"replica_groups=(mesh\S+ \S+|\S+)", line)
-            found.append(Collective(match[2], shapes, groups[1] if groups else ""))
+            axes = re.search(r"[, ]dimensions=(\{\S*\})", line)
+            parts = (part[1] if part else "" for part in (groups, axes))
+            found.append(Collective(match[2], shapes, *parts))
     return found
 
 
@@ -269,9 +272,13 @@ def kernel_shapes(tensor: int) -> set[tuple[int, ...]]:
 
 
 def as_one(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The same; of a head whose gathered parts lie apart, the head."""
-    is_head = len(shape) == 3 and shape[1:] == (HIDDEN, VOCAB // shape[0])
-    return (HIDDEN, VOCAB) if is_head else shape
+    """The same; of a kernel whose parts arrive one after the other, the kernel."""
+    if len(shape) == 3:
+        parts, k, d = shape
+        for joined in ((parts * k, d), (k, parts * d)):
+            if joined in kernel_shapes(1):
+                return joined
+    return shape
 
 
 @pytest.mark.parametrize("shape", [FSDP, DATA])
@@ -288,6 +295,8 @@ def test_devices_exchange_weights_sketches_and_scalars_only(shape):
             if c.op == "all-gather" and not is_sketch:
                 gathered.add(s)
                 assert s in kernel_shapes(1) or is_small, c
+                # Along another, a GPU would hold all layers' kernels transposed too.
+                assert c.axes == "{0}", c
             else:
                 assert is_sketch or is_small, c
     assert kernel_shapes(1) <= gathered  # they are seen at all
