@@ -128,6 +128,12 @@ def add_plan(
     plan.add_argument(
         "--card", metavar="NAME|GiB", help="that it should fit (default: all known)"
     )
+    plan.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="compile for this NVIDIA GPU, which need not be here (extra `gpu-plan`; "
+        "default: for CPUs)",
+    )
     plan.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -142,6 +148,7 @@ def _plan(args: argparse.Namespace) -> int:
         devices=args.devices,
         tokens=args.tokens,
         card=args.card,
+        gpu=args.gpu,
         as_json=args.json,
     )
 

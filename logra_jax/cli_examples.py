@@ -58,12 +58,16 @@ examples:
 """
 PLAN = """\
 No weights are needed: the step is compiled for shapes alone, on virtual devices of the
-CPU. `model.preset=NAME` plans for a well-known model in place of the config's. GaLore
-is left out: its SVDs work in memory that the compiler does not count.
+CPU, or with `--gpu` by a GPU's compiler. That takes JAX's CUDA plugin, but no GPU; with
+`model.attention=flash` cuDNN too (`pip install nvidia-cudnn-cu12`). Products are then
+cuBLAS's; a run tries Triton's as well. `model.preset=NAME` plans for a well-known model
+in place of the config's. GaLore is left out: its SVDs work in memory that the compiler
+does not count.
 
 examples:
   logra plan configs/plan-7b.yaml
   logra plan configs/plan-7b.yaml --devices 4 --card L40S-48GB
+  logra plan configs/plan-7b.yaml --devices 4 --gpu H100
   logra plan configs/quickstart.yaml --devices 4 --card 24 --json \\
       model.preset=qwen2.5-1.5b model.remat=layer
 """

@@ -10,7 +10,8 @@ import pytest
 
 import logra_jax
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README, NOTEBOOK = ROOT / "README.md", ROOT / "notebooks" / "06_your_own_task.ipynb"
 # Imported by an SGLang server only; tests/sglang runs it.
 IN_SERVERS = {"logra_jax.rollout.sglang_cpu"}
 MODULES = [
@@ -117,10 +118,12 @@ def test_the_files_of_a_task_of_ones_own_in_the_readme_load_and_score(tmp_path: 
     from logra_jax.training.config import load_config
 
     text = README.read_text()
-    least, more = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    (least,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     path = tmp_path / "my_task.yaml"
     path.write_text(least)
     assert load_config(path).reward.function == "my_rewards:score"
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    (more,) = re.findall(r"```yaml\n(.*?)```", "".join(cells[-1]["source"]), re.DOTALL)
     path.write_text("model: {path: a-model}\n" + more)
     assert load_config(path).best_metric == "heldout/sampled"
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from logra_jax.algorithm.parallel import from_bits, gather_bits, parts
 from logra_jax.algorithm.slicing import rows_within, take_block
+from logra_jax.algorithm.target import platform
 
 # Entries of the head that are widened at once: 16 MiB of float32.
 _HEAD_BLOCK = 2**22
@@ -43,7 +44,7 @@ def logits_of(
 
     def logits(hidden: Array) -> Array:
         is_widened = dtype != hidden.dtype
-        if jax.default_backend() == "cpu" and dtype == jnp.bfloat16:
+        if platform() == "cpu" and dtype == jnp.bfloat16:
             is_widened = True  # a CPU multiplies in float32, whatever it is given
         if is_widened:
             return _wide_logits(hidden, head, is_tied, dtype)

@@ -9,7 +9,9 @@ everywhere.
 """
 
 import re
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -163,13 +165,16 @@ def check_fits(config: DecoderConfig, mesh: Mesh) -> None:
         )
 
 
-def make_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
-    """The mesh of the first devices, neighbours along ``tensor``.
+def make_mesh(
+    data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None = None
+) -> Mesh:
+    """The mesh of the first devices (of ``devices``), neighbours along ``tensor``.
 
     Raises:
         ValueError: fewer devices than the mesh needs.
     """
-    count, devices = data * fsdp * tensor, jax.devices()
+    devices = jax.devices() if devices is None else devices
+    count = data * fsdp * tensor
     if count > len(devices):
         raise ValueError(
             f"`mesh` must not need more devices than there are ({len(devices)}), got "

@@ -1,20 +1,24 @@
 """`logra plan`: will it fit? The real training step, compiled for shapes alone.
 
-No weights are loaded and no arrays made: the step of each kind of training is compiled
-for as many virtual CPU devices as asked for, and the compiler says what it holds. A CPU
-widens bfloat16 products to float32, so that a GPU's temporaries are smaller, not larger
-than these.
+No weights are loaded and no arrays made: the step of each kind of training is compiled,
+and the compiler says what it holds; for as many virtual CPU devices as asked for, or,
+with JAX's CUDA plugin, for GPUs that need not be there. A CPU widens bfloat16 products
+to float32 and a GPU's compiler orders the program otherwise: their temporaries differ.
 """
 
 import dataclasses
 import json
 import time
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from importlib import metadata
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from logra_jax.algorithm.target import tracing_for
+from logra_jax.study.gpu_target import COMPILER_OPTIONS, GPUS, compile_only_devices
 from logra_jax.study.trial import (
     KINDS,
     Kind,
@@ -91,6 +95,7 @@ def plan_command(
     devices: int | None,
     tokens: int,
     card: str | None,
+    gpu: str | None = None,
     as_json: bool,
 ) -> int:
     """Compile, print, and return the exit code: 0, or 1 if LoGRA does not compile.
@@ -99,14 +104,16 @@ def plan_command(
         config: its model, sketch, mesh, lengths and batch are used.
         devices: of the mesh; None takes the config's.
         tokens: of a microbatch, on each device.
-        card: a name in ``CARDS``, or GiB; None is all of them.
+        card: a name in ``CARDS``, or GiB; None is that of ``gpu``, or all of them.
+        gpu: a name in ``GPUS``, which need not be here, to compile for; None is CPUs.
         as_json: print one JSON object instead of a table.
 
     Raises:
         ValueError: bad input, in one sentence.
     """
-    cards = find_cards(card)
-    result = make_plan(config, devices=devices, tokens=tokens)
+    gpu = gpu and find_gpu(gpu)
+    cards = find_cards(card or gpu)
+    result = make_plan(config, devices=devices, tokens=tokens, gpu=gpu)
     result["fits"] = _fits(result, cards)
     result["cards"] = cards
     if as_json:
@@ -126,10 +133,8 @@ def find_cards(card: str | None) -> dict[str, float]:
     """
     if card is None:
         return CARDS
-    by_lower = {name.lower(): name for name in CARDS}
-    matches = [n for low, n in by_lower.items() if low.startswith(card.lower())]
-    if len(matches) == 1 or card.lower() in by_lower:
-        name = by_lower.get(card.lower(), matches[0])
+    name = _matching(card, CARDS)
+    if name is not None:
         return {name: CARDS[name]}
     try:
         size = float(card.lower().removesuffix("gib").removesuffix("gb"))
@@ -143,18 +148,55 @@ def find_cards(card: str | None) -> dict[str, float]:
     return {f"{size:g} GiB": size}
 
 
+def find_gpu(name: str) -> str:
+    """The one of ``GPUS`` that is called so, or whose name begins so.
+
+    Raises:
+        ValueError: none, or several.
+    """
+    found = _matching(name, GPUS)
+    if found is None:
+        raise ValueError(
+            f"`--gpu` must be one of {', '.join(GPUS)}, or how one of them alone "
+            f"begins, got {name!r}."
+        )
+    return found
+
+
+def _matching(start: str, names: Iterable[str]) -> str | None:
+    """The name, in upper or lower case; or the only one that begins so."""
+    by_lower = {name.lower(): name for name in names}
+    for beginning in (f"{start.lower()}-", start.lower()):  # L4 is not L40S
+        matches = [n for low, n in by_lower.items() if low.startswith(beginning)]
+        if len(matches) == 1:
+            return matches[0]
+    return by_lower.get(start.lower())
+
+
 def make_plan(
-    config: Config, *, devices: int | None = None, tokens: int = 4096
+    config: Config,
+    *,
+    devices: int | None = None,
+    tokens: int = 4096,
+    gpu: str | None = None,
 ) -> dict[str, Any]:
     """What each kind of training holds on each device, for a JSON object.
 
+    Args:
+        config: its model, sketch, mesh, lengths and batch are used.
+        devices: of the mesh; None takes the config's.
+        tokens: of a microbatch, on each device.
+        gpu: of ``GPUS``, to compile for; None compiles for CPUs.
+
     Raises:
-        ValueError: bad shapes, too few tokens, more devices than can be had.
+        ValueError: bad shapes, too few tokens, more devices than can be had, no plugin
+            that compiles for GPUs.
     """
     from rich.console import Console
 
     config = on_devices(config, devices)
-    virtual_devices(config.mesh.devices)
+    virtual_devices(1 if gpu else config.mesh.devices)
+    target = gpu and compile_only_devices(GPUS[gpu], config.mesh.devices)
     shapes = shapes_of(config)
     work = workload_of(config, tokens)
     kv_cache = kv_cache_bytes(config, work)
@@ -163,7 +205,7 @@ def make_plan(
     with Display(total_steps=0, console=Console(stderr=True)) as display:
         for kind in KINDS:
             with display.phase(f"compiling the step of {kind}"):
-                planned[kind] = _plan_kind(config, kind, work, kv_cache)
+                planned[kind] = _plan_kind(config, kind, work, kv_cache, target)
     logra = planned["logra"].memory
     return {
         "model": model_name(config),
@@ -178,7 +220,7 @@ def make_plan(
         "shapes": {
             n: v for n, v in vars(shapes).items() if isinstance(v, int | float | bool)
         },
-        "compiled_for": jax.devices("cpu")[0].device_kind,
+        "compiled_for": (target or jax.devices("cpu"))[0].device_kind,
         "versions": {n: metadata.version(n) for n in ("logra-jax", "jax", "jaxlib")},
     }
 
@@ -226,15 +268,22 @@ def _fits(result: dict[str, Any], cards: dict[str, float]) -> dict[str, Any]:
     }
 
 
-def _plan_kind(config: Config, kind: Kind, work: Workload, kv_cache: int) -> Planned:
+def _plan_kind(
+    config: Config,
+    kind: Kind,
+    work: Workload,
+    kv_cache: int,
+    target: Sequence[Any] | None = None,
+) -> Planned:
     """Compile one kind; an error is part of the answer, not the end of the plan."""
     phase, began, lowered_in = "tracing", time.perf_counter(), 0.0
     try:
-        trial = build_trial(config, kind, work, is_abstract=True)
-        lowered = trial.step.lower(trial.state, trial.batch)
+        with tracing_for("gpu") if target else nullcontext():
+            trial = build_trial(config, kind, work, is_abstract=True, devices=target)
+            lowered = trial.step.lower(trial.state, trial.batch)
         lowered_in = time.perf_counter() - began
         phase, began = "compiling", time.perf_counter()
-        compiled = lowered.compile()
+        compiled = lowered.compile(COMPILER_OPTIONS if target else None)
     except (RuntimeError, NotImplementedError) as error:  # the compiler's
         message = f"{phase}: {type(error).__name__}: {' '.join(str(error).split())}"
         seconds = time.perf_counter() - began

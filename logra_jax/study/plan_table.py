@@ -60,7 +60,10 @@ def print_plan(result: dict[str, Any]) -> None:
     )
     console.print(
         "A run fits that leaves 8 % of a card free. The local engine samples when an "
-        "update's temporaries are gone. A CPU's compiler widens bfloat16 products: a "
-        "GPU needs no more than this.\n"
-        f"Compiled in: {seconds}."
+        "update's temporaries are gone."
     )
+    if result["compiled_for"] == "cpu":
+        console.print(
+            "A GPU's compiler has temporaries of its own: `--gpu NAME` asks it."
+        )
+    console.print(f"Compiled in: {seconds}.")

@@ -6,7 +6,7 @@ of one length as make an exact number of tokens.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Key
 
+from logra_jax.algorithm.target import platform
 from logra_jax.models.decoder import Decoder
 from logra_jax.models.hf_config import read_config
 from logra_jax.models.layers import DecoderConfig
@@ -204,6 +206,7 @@ def build_trial(
     is_abstract: bool,
     predicts_kl: bool = True,
     optimizer: optax.GradientTransformation | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Trial:
     """The step of one kind of training.
 
@@ -214,6 +217,8 @@ def build_trial(
         is_abstract: shapes in place of arrays: nothing is allocated.
         predicts_kl: otherwise the optimizer's step is taken as it is.
         optimizer: in place of the kind's own.
+        devices: to compile for, where they are not this process's; then abstract, and
+            within :func:`~logra_jax.algorithm.target.tracing_for` their platform.
 
     Raises:
         ValueError: a mesh of more devices than there are, or that does not divide the
@@ -221,10 +226,10 @@ def build_trial(
     """
     config = configure(config, kind, work)
     shapes, attention = shapes_of(config), config.model.attention
-    if is_abstract and attention == "flash":
-        attention = "chunked"  # which compiles for CPUs, and holds no less
-    else:
+    if not is_abstract:
         check_attention_runs(config)
+    elif attention == "flash" and platform() != "gpu":
+        attention = "chunked"  # which compiles for CPUs, and holds no less
 
     def make() -> Decoder:
         model = Decoder(
@@ -237,7 +242,7 @@ def build_trial(
         )
         return trainable(config, model)
 
-    method, layout = _method_and_layout(config, shapes, nnx.eval_shape(make))
+    method, layout = _method_and_layout(config, shapes, nnx.eval_shape(make), devices)
     optimizer = build_optimizer(config) if optimizer is None else optimizer
     controller = build_controller(config)
     options = StepOptions(
@@ -256,9 +261,11 @@ def build_trial(
     state, batch = jax.eval_shape(make_state), _random_batch(work, shapes.vocab_size)
     shardings = layout and layout.state_shardings(optimizer, controller, method.trained)
     if is_abstract:
-        state, batch = _abstract(state, shardings), _abstract(batch)
         if layout:
-            batch = _abstract(batch, layout.shardings(batch_specs(batch)))
+            where = layout.shardings(batch_specs(batch))
+        else:
+            where = shardings = devices and SingleDeviceSharding(devices[0])
+        state, batch = _abstract(state, shardings), _abstract(batch, where)
     else:
         weights = _random_weights(make, shardings and shardings.weights)
         finish = jax.jit(make_state, donate_argnums=0, out_shardings=shardings)
@@ -272,9 +279,12 @@ def build_trial(
 
 
 def _method_and_layout(
-    config: Config, shapes: DecoderConfig, model: Decoder
+    config: Config,
+    shapes: DecoderConfig,
+    model: Decoder,
+    devices: Sequence[Any] | None,
 ) -> tuple[Method, Layout | None]:
-    mesh = mesh_of(config)
+    mesh = mesh_of(config, devices)
     if mesh is None:
         return method_of(config, model), None
     check_fits(shapes, mesh)
@@ -327,9 +337,9 @@ def _noise(key: Key[Array, ""], shape: tuple[int, ...], dtype: Any) -> Array:
 
 
 def _abstract(tree: Any, shardings: Any = None) -> Any:
-    """Shapes in place of arrays, with shardings where there are such."""
-    if shardings is None:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    """Shapes in place of arrays, with one sharding or a tree of them."""
+    if shardings is None or isinstance(shardings, SingleDeviceSharding):
+        shardings = jax.tree.map(lambda _: shardings, tree)
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
     )

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
@@ -224,8 +225,12 @@ def _check_exchanges(mesh: Mesh | None) -> None:
         )
 
 
-def mesh_of(config: Config) -> Mesh | None:
+def mesh_of(config: Config, devices: Sequence[Any] | None = None) -> Mesh | None:
     """The devices of a run; None for a single one.
+
+    Args:
+        config: of the run.
+        devices: to choose from; all that this process sees, by default.
 
     Raises:
         ValueError: there are not as many, or more that a process would be left out of.
@@ -237,7 +242,9 @@ def mesh_of(config: Config) -> Mesh | None:
             f"devices of all {jax.process_count()} processes ({jax.device_count()}), "
             f"got {mesh.devices}."
         )
-    return None if mesh.devices == 1 else make_mesh(mesh.data, mesh.fsdp, mesh.tensor)
+    if mesh.devices == 1:
+        return None
+    return make_mesh(mesh.data, mesh.fsdp, mesh.tensor, devices)
 
 
 def trainable(config: Config, model: Decoder) -> Decoder:

@@ -1,5 +1,6 @@
 """Logits of a head, whole or cut over a mesh, and their derivatives."""
 
+from collections.abc import Iterator
 from functools import partial
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
+from logra_jax.algorithm.target import tracing_for
 from logra_jax.models.head import logits_of
 from logra_jax.models.sharding import make_mesh
 
@@ -16,9 +18,10 @@ TOKENS, FEATURES, VOCAB, PARTS = 6, 8, 24, 4
 
 
 @pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_gpu() -> Iterator[None]:
     """The head as a GPU computes it, in its own dtype."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with tracing_for("gpu"):
+        yield
 
 
 @pytest.fixture(params=[True, False], ids=["tied", "own"])
@@ -59,12 +62,10 @@ def cut(hidden, head, *, is_tied: bool):
 
 @pytest.mark.parametrize("form", [whole, cut])
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_logits_are_float32_products_of_what_is_given(
-    problem, form, platform, monkeypatch
-):
+def test_logits_are_float32_products_of_what_is_given(problem, form, platform):
     hidden, head, is_tied = problem
-    monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    got = form(hidden, head, is_tied=is_tied)
+    with tracing_for(platform):
+        got = form(hidden, head, is_tied=is_tied)
     assert got.dtype == jnp.float32
     expected = wide(hidden, head, is_tied=is_tied)
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-5)

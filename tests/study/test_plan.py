@@ -1,18 +1,29 @@
 import json
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.experimental import topologies
 
 from logra_jax import cli
+from logra_jax.algorithm.target import platform, tracing_for
 from logra_jax.models.layers import DecoderConfig
 from logra_jax.models.presets import PRESETS
 from logra_jax.study import plan as plan_module
 from logra_jax.study import trial as trial_module
-from logra_jax.study.plan import CARDS, GIB, find_cards, make_plan, plan_command
+from logra_jax.study.gpu_target import GPUS
+from logra_jax.study.plan import (
+    CARDS,
+    GIB,
+    find_cards,
+    find_gpu,
+    make_plan,
+    plan_command,
+)
 from logra_jax.study.plan_table import print_plan
 from logra_jax.study.trial import (
     KINDS,
@@ -240,6 +251,71 @@ def test_cards_are_found_by_name_beginning_or_size():
             find_cards(bad)
 
 
+# --- GPUs that are not here
+
+
+def test_gpus_are_cards_found_by_name_or_beginning():
+    assert find_gpu("h100") == find_gpu("H100-80GB") == "H100-80GB"
+    assert find_gpu("l4") == "L4-24GB"
+    for bad in ("A100", "T4", "24", ""):
+        with pytest.raises(ValueError, match=rf"`--gpu` must be .*got '{bad}'"):
+            find_gpu(bad)
+    assert all(abs(GPUS[name].memory - CARDS[name]) < 0.1 for name in GPUS)
+
+
+def test_without_a_plugin_the_sentence_says_which_to_install(config, monkeypatch):
+    def refuse(*args, **options):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(topologies, "get_topology_desc", refuse)
+    version = metadata.version("jaxlib")
+    with pytest.raises(ValueError, match=f"`pip install jax-cuda12-plugin=={version}`"):
+        make_plan(config, tokens=192, gpu="H100-80GB")
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_the_step_is_traced_for_the_gpus_and_placed_on_them(
+    devices, config, monkeypatch
+):
+    """With CPUs in the GPUs' place, for which only `-m gpu_plan` compiles."""
+    there, seen = jax.devices()[4 - devices :], []
+
+    def build(*args, **options):
+        seen.append((platform(), options["devices"]))
+        return build_trial(*args, **options)
+
+    def of(gpu, count):
+        return there[:count] if gpu == GPUS["L4-24GB"] else []
+
+    monkeypatch.setattr(plan_module, "compile_only_devices", of)
+    monkeypatch.setattr(plan_module, "COMPILER_OPTIONS", {})
+    monkeypatch.setattr(plan_module, "KINDS", ("logra",))
+    monkeypatch.setattr(plan_module, "build_trial", build)
+    options = {"devices": devices, "tokens": 192, "gpu": "L4-24GB"}
+    result = make_plan(config, **options)
+    assert result["kinds"]["logra"]["error"] is None
+    assert result["compiled_for"] == there[0].device_kind
+    assert seen == [("gpu", there)]
+    assert platform() == "cpu"
+    with tracing_for("gpu"):
+        trial = build_trial(
+            on_devices(config, devices),
+            "logra",
+            workload_of(config, 192),
+            is_abstract=True,
+            devices=there,
+        )
+    for array in jax.tree.leaves((trial.state, trial.batch)):
+        assert array.sharding.device_set == set(there)
+
+
+def test_a_gpu_is_the_card_that_it_should_fit(path, planned, monkeypatch, capsys):
+    monkeypatch.setattr(plan_module, "make_plan", lambda *args, **options: planned)
+    for argv, card in (([], "L4-24GB"), (["--card", "t4"], "T4-16GB")):
+        assert cli.main(["plan", str(path), "--json", "--gpu", "l4", *argv]) == 0
+        assert set(json.loads(capsys.readouterr().out)["cards"]) == {card}
+
+
 def test_a_kind_that_does_not_compile_says_phase_and_message(config, monkeypatch):
     def fail(*args, **options):
         raise RuntimeError("out of\nmemory")
@@ -256,7 +332,7 @@ def test_a_kind_that_does_not_compile_says_phase_and_message(config, monkeypatch
 
 def test_the_command_prints_one_json_object(path, planned, monkeypatch, capsys):
     def plan(config, **options):
-        assert options == {"devices": None, "tokens": 192}
+        assert options == {"devices": None, "tokens": 192, "gpu": None}
         return planned | {"rank": config.sketch.rank}
 
     monkeypatch.setattr(plan_module, "make_plan", plan)
@@ -296,4 +372,5 @@ def test_plan_and_bench_plan_are_the_same(path, monkeypatch, capsys):
     )
     for command in (["plan"], ["bench", "plan"]):
         assert cli.main([*command, *argv]) == 0
-    assert calls == [{"devices": 2, "tokens": 4096, "card": None, "as_json": True}] * 2
+    chosen = {"devices": 2, "tokens": 4096, "card": None, "gpu": None}
+    assert calls == [chosen | {"as_json": True}] * 2
