@@ -84,6 +84,7 @@ def test_g_and_x_of_every_layer_make_the_dense_gradient(remat):
     np.testing.assert_allclose(value, loss(decoder()), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_bfloat16_activations_are_measured_in_float32():
     _, found = measure(decoder(jnp.bfloat16), raw)
     for path, gradient in dense_gradients(jnp.bfloat16).items():
@@ -97,6 +98,7 @@ def sketch_by_hand(x, g, A):
     return {"sketch": g.T @ (x @ A.T)}
 
 
+@pytest.mark.slow
 def test_the_basis_is_the_one_that_the_layer_is_sketched_in():
     model = decoder()
     graph, probes, weights = nnx.split(model, logra.Probe, ...)

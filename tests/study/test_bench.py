@@ -168,6 +168,7 @@ def test_merge_bench_measures_both_in_turns_and_prints_the_share(config, capsys)
         assert result["share_of_step"][name] == pytest.approx(share)
 
 
+@pytest.mark.slow
 def test_merge_bench_prints_a_table(config, capsys):
     assert bench_merge(config, 1, False, repetitions=1) == 0
     out = capsys.readouterr().out

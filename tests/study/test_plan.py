@@ -133,6 +133,7 @@ def test_a_plan_counts_flash_attention_as_chunks(path):
         build_trial(config, "logra", work, is_abstract=False)
 
 
+@pytest.mark.slow
 def test_a_step_by_flash_attention_is_one_by_full_attention(path, monkeypatch):
     """The kernel's part played by XLA; the KL is measured without it, in float32."""
     seen, original = [], jax.nn.dot_product_attention
@@ -193,6 +194,7 @@ def test_parts_are_as_large_as_theory_says_and_add_up(planned):
 
 
 @pytest.mark.usefixtures("logra_alone")
+@pytest.mark.slow
 def test_a_reference_is_a_second_copy_of_the_trained_kernels(path, planned):
     config = load_config(path, ["reference.policy=base"])
     gib = make_plan(config, tokens=192)["kinds"]["logra"]["gib"]

@@ -290,6 +290,7 @@ def test_masked_responses_have_no_say_and_lengths_still_count_them(tiny_run: Run
     assert abs(row["loss"]) != abs(read_metrics(kept)[1]["loss"])
 
 
+@pytest.mark.slow
 def test_rewards_are_shaped_and_the_score_is_shown_as_it_was(tiny_run: Run):
     options = ["shaping.truncated=penalise", "shaping.truncated_reward=-1"]
     _, row = read_metrics(tiny_run("run", "train.steps=1", *options))

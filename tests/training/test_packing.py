@@ -356,6 +356,7 @@ def test_only_rows_that_hold_tokens_are_computed():
     assert all(np.all(np.isfinite(s)) for s in jax.tree.leaves(sums))
 
 
+@pytest.mark.slow
 def test_the_whole_step_is_that_of_padded_rows():
     method, weights = method_of(sketched()), weights_of(sketched())
     optimizer = optax.chain(

@@ -223,6 +223,7 @@ def run(step, state: TrainState, batch: Batch):
     return after, metrics
 
 
+@pytest.mark.slow
 def test_microbatching_does_not_change_the_update(tiny_model_dir: Path):
     one, state, batch = tiny_step(tiny_model_dir, microbatch=4)
     four, _, _ = tiny_step(tiny_model_dir, microbatch=1)
@@ -322,7 +323,14 @@ def trainer_of(tiny_model_dir: Path):
     return measure(fixed_proposal(probes))
 
 
-@pytest.mark.parametrize("estimator", ["jvp", "difference", "engine"])
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        "jvp",
+        pytest.param("difference", marks=pytest.mark.slow),
+        pytest.param("engine", marks=pytest.mark.slow),
+    ],
+)
 def test_each_estimator_measures_the_proposal_on_its_share(
     tiny_model_dir: Path, estimator: str
 ):
