@@ -63,8 +63,8 @@ CPU, or with `--gpu` by a GPU's compiler. That takes JAX's CUDA plugin, but no G
 cuBLAS's; a run tries Triton's as well. (Where there is no GPU, other programs find the
 plugin too, and JAX logs an error before it takes the CPU: `JAX_PLATFORMS=cpu`.)
 
-`model.preset=NAME` plans for a well-known model in place of the config's. GaLore is left
-out: its SVDs work in memory that the compiler does not count.
+`model.preset=NAME` plans for a well-known model in place of the config's. GaLore is
+left out: its SVDs work in memory that the compiler does not count.
 
 examples:
   logra plan configs/plan-7b.yaml

@@ -54,6 +54,24 @@ class Split(NamedTuple):
             kernel = gather(kernel, names, axis)
         return kernel
 
+    def gather_rows(self, probe: Array, outputs: int) -> Array:
+        """The rows (d, r) of a probe that go with what this device computes.
+
+        Their transpose sums the sketch over ``fsdp``, each device its part of it.
+
+        Args:
+            probe: perhaps cut over ``fsdp`` too.
+            outputs: of the kernel, this device's part.
+        """
+        gathered = tuple(
+            name
+            for name in self.outputs
+            if (name, self.parallel) != (_TENSOR, "outputs")
+        )
+        if probe.shape[-2] == outputs * parts(gathered):
+            return probe
+        return gather(probe, ("fsdp",), probe.ndim - 2)
+
     def scatter(self, gradient: Array) -> Array:
         """:meth:`gather`'s transpose: gradients summed, each device its part.
 

@@ -276,6 +276,8 @@ class SketchedLinear(TrainedLinear):
         matrix = self.contraction.matrix()
         probe, address = self.probe[...], self.address[...]
         self._check_slices(matrix, kernel, probe)
+        if self.split:
+            probe = self.split.gather_rows(probe, matrix.shape(kernel.shape)[-1])
         rule = _Rule(
             self.basis.kind,
             self.split,

@@ -29,7 +29,8 @@ class Cut(NamedTuple):
     """How one trained array lies on the mesh.
 
     Attributes:
-        used: by the layers, which hold all rows that they compute with.
+        used: by the layers; those of LoRA and AdamW hold all that they compute with,
+            sketched ones gather it where they run.
         kept: in between, as gradient, update and optimizer state: cut over ``fsdp`` too
             where that goes evenly.
         partial: mesh axes over which a device's gradient is a summand.
@@ -155,12 +156,15 @@ def build_layout(mesh: Mesh, method: Method, weights: nnx.State) -> Layout:
         method: of a placed decoder, see :func:`logra_jax.models.sharding.place`.
         weights: or their shapes.
     """
-    used = dict(nnx.to_flat_state(specs_of(method.trained)))
+    specs = dict(nnx.to_flat_state(specs_of(method.trained)))
     cuts, splits, landing = [], {}, []
     for path, variable in nnx.to_flat_state(method.trained):
-        spec = used[path].get_value()
+        spec = specs[path].get_value()
         kept = _cut_further(spec, str(path[-1]), variable.shape, mesh)
-        cuts.append((path, variable.replace(Cut(spec, kept, summed_over(path)))))
+        used, partial = spec, summed_over(path)
+        if path[-1] == "probe" and kept != spec:
+            used, partial = kept, tuple(name for name in partial if name != "fsdp")
+        cuts.append((path, variable.replace(Cut(used, kept, partial))))
         layer = ".".join(map(str, path[:-1]))
         splits[layer] = split_at(layer)
         # A merge takes whole factors, of which each device lifts its part.
@@ -244,7 +248,8 @@ def on_parts(
         in_specs=in_specs,
         out_specs=out_specs,
         axis_names=set(AXES),
-        # Gradients of parts are summed by hand, once a step and not once a layer.
+        # Gradients of parts are summed by hand: sketches over fsdp layer by layer, so
+        # that no device holds all rows of all layers, and the rest once a step.
         check_vma=False,
     )
 
