@@ -1,15 +1,20 @@
 """NVIDIA GPUs to compile for, on machines that have none.
 
 JAX's CUDA plugin compiles for a GPU that it is only told about: what is told here are
-the data sheets' figures. Two of XLA's passes would try kernels out on the GPU itself,
-and are left out: products are cuBLAS's, where a run may find Triton's to be faster.
+the data sheets' figures. It takes NVIDIA's assembler, but no driver. Two of XLA's
+passes would try kernels out on the GPU itself, and are left out: products are cuBLAS's,
+where a run may find Triton's to be faster.
 """
 
 import os
+from functools import partial
 from importlib import metadata
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
 
 # Of `Lowered.compile`.
 COMPILER_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
@@ -104,7 +109,8 @@ def compile_only_devices(gpu: Gpu, count: int) -> list[Any]:
         count: of them; beyond 8, hosts of 8.
 
     Raises:
-        ValueError: JAX's CUDA plugin is not installed, or does not fit this jaxlib.
+        ValueError: JAX's CUDA plugin is not installed, or does not fit this jaxlib; or
+            it finds no assembler.
     """
     hosts = -(-count // _PER_HOST)
     per_host = count if hosts == 1 else _PER_HOST
@@ -123,4 +129,37 @@ def compile_only_devices(gpu: Gpu, count: int) -> list[Any]:
             f"install jax-cuda12-plugin=={metadata.version('jaxlib')}`; without it JAX "
             f"says: {reason}."
         ) from error
-    return list(topology.devices)[:count]
+    devices = list(topology.devices)[:count]
+    _check_assembler(gpu, devices[0])
+    return devices
+
+
+def _check_assembler(gpu: Gpu, device: Any) -> None:
+    """By the smallest of programs, before one that takes long."""
+    there = SingleDeviceSharding(device)
+    number = jax.ShapeDtypeStruct((), jnp.float32, sharding=there)
+    try:
+        jax.jit(jnp.negative).lower(number).compile(COMPILER_OPTIONS)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"`--gpu` ({gpu.name}) needs NVIDIA's assembler, ptxas: `pip install "
+            f"nvidia-cuda-nvcc-cu12`; without it XLA says: {reason}."
+        ) from error
+
+
+def check_flash() -> None:
+    """Refuse ``model.attention=flash`` where its kernel cannot be traced.
+
+    Raises:
+        ValueError: cuDNN is not installed.
+    """
+    some = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16)
+    kernel = partial(jax.nn.dot_product_attention, implementation="cudnn")
+    try:
+        jax.eval_shape(kernel, some, some, some)
+    except RuntimeError as error:
+        raise ValueError(
+            "`model.attention` must be auto, full or chunked for `--gpu` without "
+            "cuDNN, got 'flash'; use auto, or `pip install nvidia-cudnn-cu12`."
+        ) from error

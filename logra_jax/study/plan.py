@@ -18,7 +18,12 @@ import jax
 import jax.numpy as jnp
 
 from logra_jax.algorithm.target import tracing_for
-from logra_jax.study.gpu_target import COMPILER_OPTIONS, GPUS, compile_only_devices
+from logra_jax.study.gpu_target import (
+    COMPILER_OPTIONS,
+    GPUS,
+    check_flash,
+    compile_only_devices,
+)
 from logra_jax.study.trial import (
     KINDS,
     Kind,
@@ -190,13 +195,15 @@ def make_plan(
 
     Raises:
         ValueError: bad shapes, too few tokens, more devices than can be had, no plugin
-            that compiles for GPUs.
+            that compiles for GPUs, or no cuDNN for `model.attention=flash`.
     """
     from rich.console import Console
 
     config = on_devices(config, devices)
     virtual_devices(1 if gpu else config.mesh.devices)
     target = gpu and compile_only_devices(GPUS[gpu], config.mesh.devices)
+    if gpu and config.model.attention == "flash":
+        check_flash()
     shapes = shapes_of(config)
     work = workload_of(config, tokens)
     kv_cache = kv_cache_bytes(config, work)

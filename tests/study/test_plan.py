@@ -1,4 +1,5 @@
 import json
+import types
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -272,6 +273,35 @@ def test_without_a_plugin_the_sentence_says_which_to_install(config, monkeypatch
     monkeypatch.setattr(topologies, "get_topology_desc", refuse)
     version = metadata.version("jaxlib")
     with pytest.raises(ValueError, match=f"`pip install jax-cuda12-plugin=={version}`"):
+        make_plan(config, tokens=192, gpu="H100-80GB")
+
+
+def test_without_an_assembler_the_sentence_says_what_to_install(config, monkeypatch):
+    def describe(*args, **options):
+        return types.SimpleNamespace(devices=jax.devices())
+
+    def refuse(*args, **options):
+        raise RuntimeError("UNAVAILABLE: No PTX\ncompilation provider is available.")
+
+    monkeypatch.setattr(topologies, "get_topology_desc", describe)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    with pytest.raises(
+        ValueError, match=r"`pip install nvidia-cuda-nvcc-cu12`; .* No PTX compilation"
+    ):
+        make_plan(config, tokens=192, gpu="H100-80GB")
+
+
+def test_flash_attention_for_a_gpu_takes_cudnn(path, monkeypatch):
+    def refuse(*args, **options):
+        assert options["implementation"] == "cudnn"
+        raise RuntimeError("cuDNN not found.")
+
+    config = load_config(path, ["model.attention=flash"])
+    monkeypatch.setattr(
+        plan_module, "compile_only_devices", lambda gpu, count: jax.devices()
+    )
+    monkeypatch.setattr(jax.nn, "dot_product_attention", refuse)
+    with pytest.raises(ValueError, match=r"`model.attention` must .* got 'flash'; use"):
         make_plan(config, tokens=192, gpu="H100-80GB")
 
 
