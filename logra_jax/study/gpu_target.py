@@ -30,13 +30,15 @@ class _Chip(NamedTuple):
     shared: int  # KiB of a multiprocessor
     threads: int  # of a multiprocessor
     lanes: int = 128  # float32 lanes of a multiprocessor
+    features: str = "NONE"  # XLA's word for those that no later chip has (sm_90a)
 
 
+_TURING = _Chip((7, 5), 64, 1024, 64)
 _AMPERE = _Chip((8, 0), 164, 2048, 64)
 _GAMING_AMPERE = _Chip((8, 6), 100, 1536)
 _ADA = _Chip((8, 9), 100, 1536)
-_HOPPER = _Chip((9, 0), 228, 2048)
-_BLACKWELL = _Chip((10, 0), 228, 2048)
+_HOPPER = _Chip((9, 0), 228, 2048, features="ACCELERATED_FEATURES")
+_BLACKWELL = _Chip((10, 0), 228, 2048, features="ACCELERATED_FEATURES")
 _GAMING_BLACKWELL = _Chip((12, 0), 100, 1536)
 
 
@@ -55,12 +57,13 @@ class Gpu(NamedTuple):
         """XLA's ``GpuTargetConfigProto``, as text."""
         chip = self.chip
         major, minor = chip.capability
+        optin = chip.shared - (major >= 8)  # a KiB of each block's is the system's
         return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
   shared_memory_per_block: {48 * _KIB}
-  shared_memory_per_block_optin: {(chip.shared - 1) * _KIB}
+  shared_memory_per_block_optin: {optin * _KIB}
   shared_memory_per_core: {chip.shared * _KIB}
   threads_per_core_limit: {chip.threads}
   core_count: {self.cores}
@@ -72,7 +75,9 @@ gpu_device_info {{
   l2_cache_size: {self.cache * _KIB**2}
   clock_rate_ghz: {self.clock}
   device_memory_size: {int(self.memory * _GIB)}
-  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  cuda_compute_capability {{
+    major: {major} minor: {minor} feature_extension: {chip.features}
+  }}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
 }}
@@ -85,6 +90,7 @@ device_description_str: "{self.name}"
 
 # By their names in `logra_jax.study.plan.CARDS`.
 GPUS = {
+    "T4-16GB": Gpu("NVIDIA T4", _TURING, 40, 4, 1.59, 320, 15.0),
     "RTX4080-16GB": Gpu("NVIDIA RTX 4080", _ADA, 76, 64, 2.51, 717, 15.99),
     "L4-24GB": Gpu("NVIDIA L4", _ADA, 58, 48, 2.04, 300, 22.5),
     "RTX4090-24GB": Gpu("NVIDIA RTX 4090", _ADA, 128, 72, 2.52, 1008, 23.99),

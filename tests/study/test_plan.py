@@ -260,9 +260,10 @@ def test_cards_are_found_by_name_beginning_or_size():
 def test_gpus_are_cards_found_by_name_or_beginning():
     assert find_gpu("h100") == find_gpu("H100-80GB") == "H100-80GB"
     assert find_gpu("l4") == "L4-24GB"
-    for bad in ("A100", "T4", "24", ""):
+    for bad in ("A100", "TPU-v5e", "24", ""):
         with pytest.raises(ValueError, match=rf"`--gpu` must be .*got '{bad}'"):
             find_gpu(bad)
+    assert set(CARDS) - set(GPUS) == {name for name in CARDS if name.startswith("TPU")}
     assert all(abs(GPUS[name].memory - CARDS[name]) < 0.1 for name in GPUS)
 
 
