@@ -62,7 +62,8 @@ CPU, or with `--gpu` by a GPU's compiler. That takes JAX's CUDA plugin and NVIDI
 assembler, but no GPU; with `model.attention=flash` cuDNN too (`pip install
 nvidia-cudnn-cu12`), whose workspace is not counted: it is known on a GPU only. Products
 are then cuBLAS's; a run tries Triton's as well. (Where there is no GPU, other programs
-find the plugin too, and JAX logs an error before it takes the CPU: `JAX_PLATFORMS=cpu`.)
+find the plugin too, and JAX logs an error before it takes the CPU:
+`JAX_PLATFORMS=cpu`.)
 
 `model.preset=NAME` plans for a well-known model in place of the config's. GaLore is
 left out: its SVDs work in memory that the compiler does not count.
