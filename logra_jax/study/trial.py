@@ -177,7 +177,8 @@ def virtual_devices(count: int) -> None:
     """
     try:
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", count)
+        if count > 1:
+            jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:  # the devices are what they are
         pass
     have = len(jax.devices("cpu"))

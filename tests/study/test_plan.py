@@ -60,6 +60,7 @@ train: {steps: 3, batch: 8, microbatch: 8}
 
 @pytest.fixture(autouse=True, scope="module")
 def tiny_preset() -> Iterator[None]:
+    jax.devices()  # four, before a plan asks for others
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setitem(PRESETS, "tiny", TINY)
         yield

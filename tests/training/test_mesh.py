@@ -34,7 +34,7 @@ from logra_jax.training.methods import (
 from logra_jax.training.objective import LossOptions
 from logra_jax.training.parts import StepOptions
 from logra_jax.training.state import Batch
-from logra_jax.training.step import build_step
+from logra_jax.training.step import accumulate, build_step
 
 # Sizes that tell weights, sketches and activations apart in a compiled program.
 LAYERS, HIDDEN, FFN, VOCAB, RANK = 2, 32, 64, 96, 4
@@ -332,6 +332,23 @@ def test_a_device_holds_one_whole_matrix_of_the_vocabulary_at_a_time(
     # one of them, what becomes of this device's parts of both, logits of a microbatch
     allowed = 1.75 * 2 * vocab * hidden
     assert compiled.memory_analysis().temp_size_in_bytes < allowed
+
+
+def test_no_device_holds_the_sketches_of_all_rows_of_all_layers():
+    model = logra.sketch(decoder("bfloat16", CONFIG), RANK, _MATCH, BASIS)
+    method, mesh = logra_of(place(model)), make_mesh(*FSDP)
+    layout = build_layout(mesh, method, weights_of(model))
+    weights = jax.device_put(weights_of(model), layout.shardings(layout.weights))
+
+    @jax.jit
+    def sketches(weights, batch):
+        advantages = jnp.ones(len(batch.rewards))
+        return accumulate(method, weights, batch, advantages, OPTIONS, layout)[0]
+
+    hlo = sketches.lower(weights, layout.put_batch(a_batch())).compile().as_text()
+    for rows in (HIDDEN, FFN):
+        assert f"f32[{LAYERS},{rows // FSDP[1]},{RANK}]" in hlo
+        assert f"f32[{LAYERS},{rows},{RANK}]" not in hlo
 
 
 def test_along_tensor_the_sums_of_hidden_states_travel_and_nothing_wider():
