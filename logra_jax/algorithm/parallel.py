@@ -48,11 +48,15 @@ class Split(NamedTuple):
     def gather(self, kernel: Array) -> Array:
         """All of the kernel that this device computes with."""
         for axis, name in enumerate(("inputs", "outputs")):
-            names = getattr(self, name)
-            if self.parallel == name:
-                names = tuple(n for n in names if n != _TENSOR)
-            kernel = gather(kernel, names, axis)
+            kernel = gather(kernel, self._gathered(name), axis)
         return kernel
+
+    def _gathered(self, name: str) -> tuple[str, ...]:
+        """Mesh axes that cut ``inputs`` or ``outputs``, but not when the layer runs."""
+        names = getattr(self, name)
+        if self.parallel == name:
+            names = tuple(n for n in names if n != _TENSOR)
+        return names
 
     def gather_rows(self, probe: Array, outputs: int) -> Array:
         """The rows (d, r) of a probe that go with what this device computes.
@@ -63,12 +67,7 @@ class Split(NamedTuple):
             probe: perhaps cut over ``fsdp`` too.
             outputs: of the kernel, this device's part.
         """
-        gathered = tuple(
-            name
-            for name in self.outputs
-            if (name, self.parallel) != (_TENSOR, "outputs")
-        )
-        if probe.shape[-2] == outputs * parts(gathered):
+        if probe.shape[-2] == outputs * parts(self._gathered("outputs")):
             return probe
         return gather(probe, ("fsdp",), probe.ndim - 2)
 
