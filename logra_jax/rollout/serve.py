@@ -14,6 +14,7 @@ The server never outlives the process that launched it: it is stopped at the end
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -44,6 +45,7 @@ from logra_jax.rollout.sglang_start import (
 CPU_POOL = 32768
 """Default of `max_tokens` on a CPU, where SGLang would take most of the memory."""
 
+_PORTS = range(20_000, 30_000)  # of `free_port`
 _TAIL = 20  # lines of the log in an error
 _POLL = 0.2  # seconds between two looks at a server that starts
 
@@ -236,8 +238,8 @@ def launch(options: ServeOptions) -> Launched:
     """
     _check(options)
     device = _choose_device(options)
-    port = options.port or _free_port(options.host)
-    _require_free(options.host, port)
+    _require_free(options.host, options.port)
+    port = options.port or free_port(options.host)
     log, output = _open_log(options.log, port)
     with output:
         process = subprocess.Popen(
@@ -267,6 +269,24 @@ def is_healthy(url: str, timeout: float = 20.0) -> bool:
             return answer.status == 200
     except (urllib.error.URLError, OSError):
         return False
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port for a server that will listen at it some seconds later.
+
+    It lies below the ports from which systems take one for every outgoing connection
+    (from 32,768 on Linux, 49,152 elsewhere): of those, any may be taken until then.
+
+    Raises:
+        OSError: none was found.
+    """
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        with socket.socket(_family(host)) as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
+    raise OSError(
+        f"of 100 ports from {_PORTS[0]} to {_PORTS[-1]} none was free at {host!r}"
+    )
 
 
 def _open_log(log: Path | None, port: int) -> tuple[Path, BinaryIO]:
@@ -363,12 +383,6 @@ def _choose_device(options: ServeOptions) -> Literal["cuda", "cpu"]:
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _free_port(host: str) -> int:
-    with socket.socket(_family(host)) as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
 
 
 def _require_free(host: str, port: int) -> None:

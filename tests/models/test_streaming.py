@@ -5,7 +5,6 @@ on CPU devices, whatever machine the tests run on.
 """
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from logra_jax.models import streaming
 from logra_jax.models.streaming import Wanted, load_arrays
 from logra_jax.models.weight_files import WeightFiles, write_weights
+from logra_jax.rollout.serve import free_port
 
 LAYERS, OUT, IN = 3, 148, 20
 
@@ -205,9 +205,7 @@ print("equal")
 
 def test_each_of_two_processes_reads_the_parts_of_its_devices(tmp_path, way):
     written(tmp_path, "float32")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
+    port = str(free_port())
     flags = "--xla_force_host_platform_device_count=2"
     processes = [
         subprocess.Popen(

@@ -1,7 +1,6 @@
 """A small HTTP server with every fault that a real one can have; random updates."""
 
 import asyncio
-import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import pytest
 from logra_jax.algorithm.basis import Basis
 from logra_jax.algorithm.digest import TensorDigest, digest_array, model_digest
 from logra_jax.algorithm.replay import replay
+from logra_jax.rollout.serve import free_port
 from logra_jax.rollout.wire import Update
 
 # What a fake server does with a request: answer with JSON (a dict), a text or a status
@@ -108,9 +108,7 @@ def fake_server(serving_loop) -> Iterator[Callable[..., FakeServer]]:
 @pytest.fixture
 def closed_url() -> str:
     """The URL of a port where nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 def digests_of(weights: dict[str, np.ndarray]) -> dict[str, TensorDigest]:

@@ -18,6 +18,7 @@ import pytest
 from logra_jax.rollout.serve import (
     LaunchError,
     ServeOptions,
+    free_port,
     is_healthy,
     launch,
     server_command,
@@ -263,6 +264,17 @@ def test_a_port_in_use_is_refused(options: Callable[..., ServeOptions]):
         taken.listen()
         with pytest.raises(ValueError, match=r"`serve\.port` must be free"):
             launch(options(port=taken.getsockname()[1]))
+
+
+def test_an_address_of_another_machine_is_refused(options: Callable[..., ServeOptions]):
+    with pytest.raises(ValueError, match=r"`serve\.host` .* 192\.0\.2\.1 .* assign"):
+        launch(options(host="192.0.2.1"))  # an address for documentation (RFC 5737)
+
+
+def test_no_outgoing_connection_takes_a_free_port():
+    ports = [free_port() for _ in range(50)]
+    assert all(1024 <= port < 32_768 for port in ports)  # where Linux's range begins
+    assert len(set(ports)) > 40  # two who ask at once get two
 
 
 def test_a_gpu_is_used_where_there_is_one(options: Callable[..., ServeOptions]):

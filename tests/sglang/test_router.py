@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from logra_jax.rollout.serve import free_port
 from logra_jax.rollout.servers import Servers
 from logra_jax.rollout.sglang import SGLangEngine
 from logra_jax.rollout.sync import WeightSync
@@ -26,10 +26,7 @@ GREEDY = Sampling(temperature=0.0, max_new_tokens=12)
 @contextmanager
 def router(python: str, urls: list[str], log: Path) -> Iterator[str]:
     """A router in front of servers, ended with the block."""
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        port, metrics = one.getsockname()[1], other.getsockname()[1]
+    port, metrics = free_port(), free_port()
     command = [python, "-m", "sglang_router.launch_router", "--worker-urls", *urls]
     command += ["--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
     command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics)]

@@ -1,13 +1,13 @@
 """Two processes of two CPU devices each, which talk through gloo on this machine."""
 
 import os
-import socket
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
+from logra_jax.rollout.serve import free_port
 from logra_jax.training.distributed import (
     agree,
     broadcast,
@@ -80,12 +80,6 @@ x = jax.make_array_from_callback(
 assert float(jax.jit(jnp.sum)(x)) == 28.0
 print("met")
 """
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def test_two_processes_meet_agree_and_hear_the_leader():

@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 
 from logra_jax.rollout.follow import replay_command
+from logra_jax.rollout.serve import free_port
 from logra_jax.rollout.wire import decode
 from logra_jax.training.journal import deterministic, read_metrics
 
@@ -32,12 +32,6 @@ if sys.platform == "linux":
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 class Pair:
