@@ -24,6 +24,7 @@ from flax import nnx
 
 from logra_jax.rollout.local import LocalEngine
 from logra_jax.rollout.types import Sampling
+from logra_jax.study.tables import make_table
 from logra_jax.training.assemble import load_task, repeat_to
 from logra_jax.training.policy import (
     Policy,
@@ -251,7 +252,6 @@ def _setup(
 
 def _print_tables(result: dict[str, Any]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
     setup = result["setup"]
@@ -272,21 +272,20 @@ def _print_tables(result: dict[str, Any]) -> None:
         "sampled": "Stopping at ends of sequence, as a run samples",
         "full_length": "At full length, ends of sequence ignored",
     }
+    columns = "engine", "first call (s)", "median (s)", "tokens", "tokens/s"
     for name, title in titles.items():
-        table = Table(title=title, title_justify="left")
-        columns = ("engine", "first call (s)", "median (s)", "tokens", "tokens/s")
-        for column in columns:
-            table.add_column(column, justify="left" if column == "engine" else "right")
-        for engine in ("logra", "transformers"):
-            timing = result[name][engine]
-            table.add_row(
+        rows = [
+            (
                 engine,
                 f"{timing['warm_up_seconds'][0]:.1f}",
                 f"{timing['median_seconds']:.2f}",
                 f"{timing['median_tokens']:.0f}",
                 f"{timing['tokens_per_second']:.0f}",
             )
-        console.print(table)
+            for engine in ("logra", "transformers")
+            for timing in [result[name][engine]]
+        ]
+        console.print(make_table(columns, rows, title=title, left=["engine"]))
         console.print(f"ratio of tokens/s: {result[name]['ratio']:.2f}\n")
     console.print(
         f"Medians of {setup['repetitions']} interleaved repetitions after {WARM_UPS} "

@@ -28,6 +28,7 @@ import numpy as np
 
 from logra_jax.models.presets import preset
 from logra_jax.models.weight_files import WeightFiles, write_weights
+from logra_jax.study.tables import make_table
 from logra_jax.training.config import load_config
 from logra_jax.training.display import Display
 from logra_jax.training.policy import model_directory
@@ -299,7 +300,6 @@ def _random_tensors() -> Iterator[tuple[str, np.ndarray]]:
 
 def _print_table(result: dict[str, Any]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
     versions = ", ".join(f"{name} {v}" for name, v in result["versions"].items())
@@ -309,21 +309,10 @@ def _print_table(result: dict[str, Any]) -> None:
         f"{result['weights']} weights of {result['model_bytes'] / 1e9:.2f} GB\n"
         f"{result['device']}, {result['machine']}, {result['cores']} cores; {versions}"
     )
-    table = Table()
-    columns = (
-        "GB/s",
-        "load",
-        "plain read",
-        "ratio",
-        "kept",
-        "ratio",
-        "beyond (MB)",
-    )
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left")
+    columns = "GB/s", "load", "plain read", "ratio", "kept", "ratio", "beyond (MB)"
     names = {"evicted": "disk", "cached": "cached"}
-    for state, measured in result["page_cache"].items():
-        table.add_row(
+    rows = [
+        (
             names[state],
             f"{measured['load_gb_per_second']:.2f}",
             f"{measured['read_gb_per_second']:.2f}",
@@ -332,7 +321,9 @@ def _print_table(result: dict[str, Any]) -> None:
             f"{measured['ratio_to_keep']:.2f}",
             f"{measured['beyond_model_bytes'] / 1e6:.0f}",
         )
-    console.print(table)
+        for state, measured in result["page_cache"].items()
+    ]
+    console.print(make_table(columns, rows, left=["GB/s"]))
     console.print(
         f"Medians of {result['repetitions']} turns, each load in a fresh process; "
         "kept: a plain read into new memory; beyond: the host's memory at most, beyond "

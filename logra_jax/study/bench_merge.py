@@ -21,6 +21,7 @@ from flax import nnx
 from logra_jax.algorithm.merge import merge, merge_measured
 from logra_jax.algorithm.rounding import ROUNDINGS
 from logra_jax.rollout.types import pack_prompts
+from logra_jax.study.tables import make_table
 from logra_jax.training.assemble import (
     build_controller,
     build_optimizer,
@@ -194,7 +195,6 @@ def _time_in_turns(
 
 def _print_table(result: dict[str, Any]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
     versions = ", ".join(f"{name} {v}" for name, v in result["versions"].items())
@@ -204,18 +204,18 @@ def _print_table(result: dict[str, Any]) -> None:
         f"{result['rank']} ({result['basis']})\n"
         f"{result['device']}, {result['cores']} cores; {versions}"
     )
-    table = Table()
-    for column in ("", "median (s)", "share of the step", "temporaries (MiB)"):
-        table.add_column(column, justify="right" if column else "left")
-    for name, median in result["median_seconds"].items():
-        memory = result["temporaries_mib"].get(name)
-        table.add_row(
+    columns = "", "median (s)", "share of the step", "temporaries (MiB)"
+    memory = {name: f"{mib:.0f}" for name, mib in result["temporaries_mib"].items()}
+    rows = [
+        (
             name,
             f"{median:.3f}",
             f"{100 * result['share_of_step'][name]:.1f} %",
-            "" if memory is None else f"{memory:.0f}",
+            memory.get(name, ""),
         )
-    console.print(table)
+        for name, median in result["median_seconds"].items()
+    ]
+    console.print(make_table(columns, rows))
     console.print(
         f"Medians of {result['repetitions']} interleaved repetitions; the step holds a "
         "measured merge of its own."

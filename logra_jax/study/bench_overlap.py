@@ -29,6 +29,7 @@ from typing import Any
 
 from logra_jax.study import serving
 from logra_jax.study.serving import Result
+from logra_jax.study.tables import make_table
 from logra_jax.training.display import Display
 from logra_jax.training.journal import read_metrics
 from logra_jax.training.loop import train
@@ -204,7 +205,6 @@ def _summary(synchronous: Measured, ahead: Measured) -> Result:
 
 def _print_table(result: Result) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(highlight=False)
     console.print(
@@ -213,12 +213,8 @@ def _print_table(result: Result) -> None:
         f"from {serving.setting(result)}",
         markup=False,
     )
-    table = Table()
-    for column in ("", "synchronous", "one batch ahead", "ratio"):
-        table.add_column(column, justify="right" if column else "left")
-    for row in _rows(result):
-        table.add_row(*row)
-    console.print(table)
+    columns = ("", "synchronous", "one batch ahead", "ratio")
+    console.print(make_table(columns, _rows(result)))
     console.print(
         f"Of {result['steps']} updates each way, without the first {_COMPILING} and "
         f"the last; parts are medians.\nAn update's pause of running requests: "

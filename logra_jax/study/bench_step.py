@@ -20,6 +20,7 @@ import optax
 from logra_jax.algorithm.galore import GAP
 from logra_jax.models.presets import PRESETS
 from logra_jax.study.plan import GIB, measure
+from logra_jax.study.tables import make_table
 from logra_jax.study.trial import (
     Kind,
     Trial,
@@ -300,7 +301,6 @@ def _ratio(
 
 def _print_table(result: dict[str, Any]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
     work = result["workload"]
@@ -311,10 +311,8 @@ def _print_table(result: dict[str, Any]) -> None:
         f"x ({work['prompt']} + {work['new']}) = {work['tokens_per_device']} tokens an "
         f"update\n{result['device']}, {result['cores']} cores; {versions}"
     )
-    table = Table()
-    columns = ("", "median (s)", "tokens/s", "logra /", "compiled (s)", "peak (GiB)")
-    for column in columns:
-        table.add_column(column, justify="right" if column else "left")
+    columns = "", "median (s)", "tokens/s", "logra /", "compiled (s)", "peak (GiB)"
+    rows = []
     for name, part in result["methods"].items():
         ratio = result["ratios"].get(f"logra/{name}")
         peak = part.get("peak_bytes_in_use")
@@ -326,8 +324,8 @@ def _print_table(result: dict[str, Any]) -> None:
             (part.get("compile_seconds"), ".1f"),
             (peak, ".2f"),
         )
-        table.add_row(name, *("" if n is None else f"{n:{f}}" for n, f in numbers))
-    console.print(table)
+        rows.append([name, *("" if n is None else f"{n:{f}}" for n, f in numbers)])
+    console.print(make_table(columns, rows))
     for name, part in result["methods"].items():
         if part["error"]:
             console.print(f"{name} failed; {part['error']}")

@@ -33,6 +33,7 @@ from logra_jax.study.serving import (
     server_urls,
     setting,
 )
+from logra_jax.study.tables import make_table
 from logra_jax.training.display import Display
 from logra_jax.training.schema import Config
 
@@ -269,7 +270,6 @@ def _ratios(push: Measured, full: Measured) -> dict[str, float]:
 
 def _print_table(result: Result) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(highlight=False)
     console.print(
@@ -278,12 +278,8 @@ def _print_table(result: Result) -> None:
         f"to {setting(result)}",
         markup=False,
     )
-    table = Table()
-    for column in ("", "update", "all weights", "ratio"):
-        table.add_column(column, justify="right" if column else "left")
-    for row in _rows(result):
-        table.add_row(*row)
-    console.print(table)
+    columns = ("", "update", "all weights", "ratio")
+    console.print(make_table(columns, _rows(result)))
     console.print(
         f"Medians of {result['repetitions']} pushes of each kind, in turns. An update "
         "is checked within\nits pause, all weights after it, which is in no ratio. "

@@ -14,6 +14,7 @@ from logra_jax.algorithm.factor import quantise
 from logra_jax.algorithm.merge import merge
 from logra_jax.algorithm.rounding import ROUNDINGS
 from logra_jax.algorithm.sketch import Probe, sketch
+from logra_jax.study.tables import make_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -133,27 +134,24 @@ def measure_drifts(tick: Callable[[], None]) -> list[dict[str, Any]]:
 
 def show_drifts(found: list[dict[str, Any]], console: "Console") -> None:
     """A table of :func:`measure_drifts`."""
-    from rich.table import Table
-
-    table = Table(
-        title="Drift / weights, rms, after n merges and their inverses",
-        title_justify="left",
-    )
-    for column in ("update", "rounding", "landed", *map(str, CYCLES), "of law"):
-        table.add_column(column, justify="right")
+    title = "Drift / weights, rms, after n merges and their inverses"
+    columns = "update", "rounding", "landed", *map(str, CYCLES), "of law"
+    rows = []
     for row in found:
         last = row["drift"][-1] / row["bound"][-1]
-        table.add_row(
-            f"{row['update_rms'] / WEIGHT_RMS:.0e}".replace("e-0", "e-"),
-            row["rounding"],
-            f"{row['landed']:.2f}",
-            *(
-                f"{drift / WEIGHT_RMS:.1e}".replace("e-0", "e-")
-                for drift in row["drift"]
-            ),
-            f"{last:.2f}" if row["rounding"] == "stochastic" else "",
+        rows.append(
+            [
+                f"{row['update_rms'] / WEIGHT_RMS:.0e}".replace("e-0", "e-"),
+                row["rounding"],
+                f"{row['landed']:.2f}",
+                *(
+                    f"{drift / WEIGHT_RMS:.1e}".replace("e-0", "e-")
+                    for drift in row["drift"]
+                ),
+                f"{last:.2f}" if row["rounding"] == "stochastic" else "",
+            ]
         )
-    console.print(table)
+    console.print(make_table(columns, rows, title=title))
     console.print(
         "bfloat16 weights; updates in shares of them, rms. Landed: projection of one "
         "merge\non its update. Law: the noise of 2 n roundings. Rounding to nearest "

@@ -39,6 +39,7 @@ from logra_jax.study.reconstruction import (
     plot_reconstruction,
     show_reconstruction,
 )
+from logra_jax.study.tables import make_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -179,20 +180,19 @@ def measure_norms(options: Options, tick: Tick) -> dict[str, Any]:
 
 
 def _show_norms(result: dict[str, Any], console: "Console") -> None:
-    from rich.table import Table
-
-    table = Table(title="Rows of a sketch against the gradient's", title_justify="left")
-    for head in ("rank", "basis", "mean ||S||²/||G||²", "mean ||S||/||G||", "theory"):
-        table.add_column(head, justify="left" if head == "basis" else "right")
-    for row in result["rows"]:
-        table.add_row(
+    title = "Rows of a sketch against the gradient's"
+    columns = "rank", "basis", "mean ||S||²/||G||²", "mean ||S||/||G||", "theory"
+    rows = [
+        (
             str(row["rank"]),
             NAMES[row["kind"]],
             f"{row['mean_square']:.4f} ± {row['standard_error']:.4f}",
             f"{row['mean_norm']:.4f}",
             f"{row['theory_norm']:.4f}",
         )
-    console.print(table)
+        for row in result["rows"]
+    ]
+    console.print(make_table(columns, rows, title=title, left=["basis"]))
     console.print("In theory the mean of the squares is 1.\n")
 
 
@@ -266,18 +266,17 @@ def _ratios(seed: int, budgets: Sequence[float], tick: Tick) -> list[float]:
 
 
 def _show_quadratic(result: dict[str, Any], console: "Console") -> None:
-    from rich.table import Table
-
-    table = Table(title="KL of a step of a random decoder", title_justify="left")
-    for head in ("alpha² q (nats per token)", "realised / predicted", "range"):
-        table.add_column(head, justify="right")
-    for row in result["rows"]:
-        table.add_row(
+    title = "KL of a step of a random decoder"
+    columns = "alpha² q (nats per token)", "realised / predicted", "range"
+    rows = [
+        (
             f"{row['predicted']:.0e}",
             f"{row['ratio']:.3f}",
             f"{row['lowest']:.3f} to {row['highest']:.3f}",
         )
-    console.print(table)
+        for row in result["rows"]
+    ]
+    console.print(make_table(columns, rows, title=title))
 
 
 # In the order they are printed.

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from logra_jax.algorithm.alignment import expected_cosine
 from logra_jax.algorithm.basis import KINDS, Basis, matrix_word
+from logra_jax.study.tables import make_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -102,25 +103,23 @@ def reconstruction_cosine(
 
 def show_reconstruction(result: dict[str, Any], console: "Console") -> None:
     """A table of :func:`measure_reconstruction`."""
-    from rich.table import Table
-
     columns = [f"{basis}_{kind}" for basis in ("fixed", "refreshed") for kind in KINDS]
-    table = Table(
-        title="Cosine of a gradient and its reconstruction, mean over the projections "
-        "of Qwen2.5-1.5B",
-        title_justify="left",
+    title = (
+        "Cosine of a gradient and its reconstruction, mean over the projections "
+        "of Qwen2.5-1.5B"
     )
-    for head in ("rank", "theory", *map(_head, columns), "paper"):
-        table.add_column(head, justify="right")
-    for row in result["rows"]:
-        paper = PAPER.get(row["rank"])
-        table.add_row(
+    paper = {rank: f"{cosine:.3f}" for rank, cosine in PAPER.items()}
+    rows = [
+        (
             str(row["rank"]),
             f"{row['theory']:.4f}",
             *(f"{row[c]['mean']:.4f}" for c in columns),
-            "" if paper is None else f"{paper:.3f}",
+            paper.get(row["rank"], ""),
         )
-    console.print(table)
+        for row in result["rows"]
+    ]
+    heads = "rank", "theory", *map(_head, columns), "paper"
+    console.print(make_table(heads, rows, title=title))
     basis, kind = differences(result)
     errors = [row[c]["standard_error"] for row in result["rows"] for c in columns]
     console.print(
