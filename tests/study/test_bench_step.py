@@ -91,6 +91,7 @@ def test_every_method_is_timed_as_often_and_compiled_apart(result):
     assert {"jax", "optax"} <= set(result["versions"])
 
 
+@pytest.mark.slow
 def test_ratios_are_medians_over_rounds(result):
     ours = np.array(result["methods"]["logra"]["seconds"])
     for name in ("adamw", "lora", "galore"):
@@ -110,6 +111,7 @@ def test_one_after_the_other_ratios_are_of_medians():
     assert _ratio(ours, failed, in_turns=True) is None
 
 
+@pytest.mark.slow
 def test_people_get_a_table(result, capsys):
     _print_table(result)
     out = " ".join(capsys.readouterr().out.split())

@@ -32,6 +32,7 @@ def test_wider_sketches_reconstruct_more_and_as_much_as_the_law_says(result: dic
         assert row["mean"] == pytest.approx(row["theory"], rel=0.15)
 
 
+@pytest.mark.slow
 def test_a_layer_without_room_for_a_rank_has_the_widest_sketch_that_it_has(result):
     # Keys and values have 16 rows: the law is of 16 there, and of 32 elsewhere.
     wide = [row for row in result["means"] if row["rank"] == 32]

@@ -307,7 +307,7 @@ def test_flash_attention_for_a_gpu_takes_cudnn(path, monkeypatch):
         make_plan(config, tokens=192, gpu="H100-80GB")
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_the_step_is_traced_for_the_gpus_and_placed_on_them(
     devices, config, monkeypatch
 ):

@@ -122,6 +122,7 @@ def test_training_moves_every_sketched_kernel_and_nothing_else(
     assert moved == {n for n in before if n.endswith("_proj.weight")}
 
 
+@pytest.mark.slow
 def test_a_run_killed_between_checkpoints_resumes_to_the_same_weights(
     tiny_config: Path, tmp_path: Path
 ):

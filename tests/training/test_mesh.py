@@ -175,7 +175,7 @@ def share_of_a_device(tree) -> float:
         ("logra", FSDP),
         ("logra", BOTH),
         ("logra", DATA),
-        ("adamw", BOTH),
+        pytest.param("adamw", BOTH, marks=pytest.mark.slow),
         pytest.param("lora", BOTH, marks=pytest.mark.slow),
     ],
 )

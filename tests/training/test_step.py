@@ -394,6 +394,7 @@ def test_mismatch_is_the_sampled_kl_of_the_engine_to_the_trainer(tiny_model_dir:
     assert not [name for name in metrics if name.startswith("correction/")]
 
 
+@pytest.mark.slow
 def test_the_engine_estimate_is_fed_the_log_probs_of_an_engine_that_differs(
     tiny_model_dir: Path,
 ):
