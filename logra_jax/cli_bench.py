@@ -116,7 +116,10 @@ def add_plan(
     plan.set_defaults(run=_plan)
     add_config(plan)
     plan.add_argument(
-        "--devices", type=int, metavar="N", help="default: those of the config's mesh"
+        "--devices",
+        type=int,
+        metavar="N",
+        help="weights and batch over so many (default: the config's mesh)",
     )
     plan.add_argument(
         "--tokens",

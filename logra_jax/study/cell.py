@@ -63,8 +63,8 @@ def _do(cell_dir: Path) -> int:
 
 
 def _train(cell_dir: Path, config: Config, arguments: dict, on_phase: Callable) -> int:
-    from logra_jax.training.checkpoint import CONFIG_FILE
     from logra_jax.training.loop import train
+    from logra_jax.training.paths import CONFIG_FILE
 
     del arguments
     run_dir = cell_dir / RUN

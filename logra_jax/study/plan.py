@@ -116,8 +116,8 @@ def plan_command(
     Raises:
         ValueError: bad input, in one sentence.
     """
-    gpu = gpu and find_gpu(gpu)
-    cards = find_cards(card or gpu)
+    gpu = None if gpu is None else find_gpu(gpu)
+    cards = find_cards(gpu if card is None else card)
     result = make_plan(config, devices=devices, tokens=tokens, gpu=gpu)
     result["fits"] = _fits(result, cards)
     result["cards"] = cards

@@ -22,12 +22,15 @@ import numpy as np
 from logra_jax.training.alarms import ALARM_FILE, read_alarms
 from logra_jax.training.config import flatten
 from logra_jax.training.journal import has_metrics, read_metrics
+from logra_jax.training.paths import (
+    DATA_FILE,
+    MACHINE_FILE,
+    MODEL_DIRECTORY,
+    stored_config,
+)
 from logra_jax.training.samples import SAMPLES_DIRECTORY, Sample, read_samples
 
-# As training.checkpoint and training.export name them, which load JAX.
-CONFIG_FILE, MODEL_DIRECTORY = "config.yaml", "model"
 _HELD = "memory/weights_gib"
-_DATA_FILE, _MACHINE_FILE = "data.json", "machine.json"
 
 
 class Score(NamedTuple):
@@ -209,17 +212,7 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
             file of it cannot be read.
     """
     path = Path(path)
-    if not path.is_dir():
-        raise ValueError(
-            f"`RUN_DIR` must be a run directory, got {str(path)!r}, which is no "
-            "directory; give the `run_dir` of a training run."
-        )
-    stored = path / CONFIG_FILE
-    if not stored.is_file():
-        raise ValueError(
-            f"`RUN_DIR` must be a run directory, got {str(path)!r}, which has no "
-            f"{CONFIG_FILE}; give the `run_dir` of a training run."
-        )
+    stored = stored_config(path, "RUN_DIR")
     rows = read_metrics(path) if has_metrics(path) else []
     if not rows:
         raise ValueError(
@@ -231,7 +224,7 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
             f"`RUN_DIR` must hold the metrics of a training run, got {str(path)!r}, "
             "with a line that has no `step`; give the `run_dir` of a training run."
         )
-    data, machine = path / _DATA_FILE, path / _MACHINE_FILE
+    data, machine = path / DATA_FILE, path / MACHINE_FILE
     text = _text(stored)
     return Run(
         path=path,

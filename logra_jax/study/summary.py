@@ -23,7 +23,7 @@ from logra_jax.study import cell as child
 from logra_jax.study.matrix import Cell
 from logra_jax.training.alarms import read_alarms
 from logra_jax.training.journal import has_metrics, read_metrics, warm
-from logra_jax.training.machine import MACHINE_FILE
+from logra_jax.training.paths import MACHINE_FILE
 
 Row = Mapping[str, Any]
 Record = Mapping[str, Any]  # a line of `results.jsonl`

@@ -13,14 +13,16 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from orbax.checkpoint import checkpoint_managers
 
-from logra_jax.training.data_record import DATA_FILE
 from logra_jax.training.journal import has_metrics, read_metrics
-from logra_jax.training.machine import MACHINE_FILE
-from logra_jax.training.paths import write_aside
+from logra_jax.training.paths import (
+    CONFIG_FILE,
+    DATA_FILE,
+    MACHINE_FILE,
+    write_aside,
+)
 from logra_jax.training.schema import Config
 from logra_jax.training.state import TrainState
 
-CONFIG_FILE = "config.yaml"
 _DIRECTORY = "checkpoints"
 # What a resumed run may change: how long it goes on, how often it looks, where it is.
 _FREE = (

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from logra_jax.training.display import Display
 from logra_jax.training.evaluator import is_evaluated
-from logra_jax.training.export import MODEL_DIRECTORY
 from logra_jax.training.journal import read_metrics
+from logra_jax.training.paths import MODEL_DIRECTORY
 from logra_jax.training.plots import write_plots
 from logra_jax.training.rollout_metrics import responses_per_second
 from logra_jax.training.samples import Sample

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from logra_jax.rl.tasks import Question, Task
-from logra_jax.training.paths import write_aside
+from logra_jax.training.paths import DATA_FILE, write_aside
 from logra_jax.training.schema import Config
 
-DATA_FILE = "data.json"
 _COMPARED = ("train", "fingerprint", "fingerprint_of_texts", "fingerprint_in_any_order")
 
 

@@ -18,10 +18,11 @@ from logra_jax.training.assemble import (
     load_eval_sets,
     load_task,
 )
-from logra_jax.training.checkpoint import CONFIG_FILE, Checkpoints, read_scores
+from logra_jax.training.checkpoint import Checkpoints, read_scores
 from logra_jax.training.config import load_config
 from logra_jax.training.display import Display
 from logra_jax.training.evaluate import evaluate
+from logra_jax.training.paths import CONFIG_FILE
 from logra_jax.training.policy import Policy, basis_of, load_policy, model_directory
 from logra_jax.training.remote import Remote
 from logra_jax.training.samples import to_show, write_samples

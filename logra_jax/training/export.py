@@ -10,14 +10,13 @@ from flax import nnx
 from logra_jax.algorithm.lora import merge_lora
 from logra_jax.models.hf import named_tensors, save_tensors
 from logra_jax.training.assemble import load_task
-from logra_jax.training.checkpoint import CONFIG_FILE, Checkpoints, read_scores
+from logra_jax.training.checkpoint import Checkpoints, read_scores
 from logra_jax.training.config import load_config
 from logra_jax.training.display import Display
 from logra_jax.training.distributed import from_leader, is_leader
 from logra_jax.training.methods import Method
+from logra_jax.training.paths import stored_config
 from logra_jax.training.policy import load_policy, model_directory
-
-MODEL_DIRECTORY = "model"
 
 
 def export_model(
@@ -85,7 +84,7 @@ def export_command(
             f"`out_dir` must not exist yet, got {str(out_dir)!r}; remove it or choose "
             "another."
         )
-    config = load_config(run_dir / CONFIG_FILE)
+    config = load_config(stored_config(run_dir, "RUN_DIR"))
     with Display(total_steps=0) as display:
         with display.phase("loading the model"):
             source = model_directory(config)

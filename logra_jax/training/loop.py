@@ -24,7 +24,6 @@ from logra_jax.training.assemble import (
 )
 from logra_jax.training.batches import Batches
 from logra_jax.training.checkpoint import (
-    CONFIG_FILE,
     Checkpoints,
     check_resumable,
     check_same,
@@ -51,14 +50,19 @@ from logra_jax.training.distributed import (
 )
 from logra_jax.training.evaluate import Evaluation
 from logra_jax.training.evaluator import Evaluator, is_evaluated
-from logra_jax.training.export import MODEL_DIRECTORY, export_model, take_best
+from logra_jax.training.export import export_model, take_best
 from logra_jax.training.interrupt import Interrupt
 from logra_jax.training.journal import has_metrics, read_metrics
 from logra_jax.training.layout import first_state, gradient_shapes
 from logra_jax.training.machine import write_machine
 from logra_jax.training.memory import memory_parts, usage
 from logra_jax.training.minibatches import Minibatches
-from logra_jax.training.paths import default_run_dir
+from logra_jax.training.paths import (
+    CONFIG_FILE,
+    MODEL_DIRECTORY,
+    default_run_dir,
+    stored_config,
+)
 from logra_jax.training.policy import Policy, basis_of, load_policy, model_directory
 from logra_jax.training.recorder import Recorder, Row
 from logra_jax.training.remote import Remote
@@ -148,13 +152,7 @@ def _choose_run_dir(config: Config) -> Path:
             )
     else:
         run_dir = Path(config.resume)
-        stored = run_dir / CONFIG_FILE
-        if not stored.exists():
-            raise ValueError(
-                f"`resume` must name a run directory, got {config.resume!r}, which "
-                f"has no {CONFIG_FILE}."
-            )
-        check_resumable(config, load_config(stored))
+        check_resumable(config, load_config(stored_config(run_dir, "resume")))
     return run_dir
 
 

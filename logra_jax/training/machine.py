@@ -10,9 +10,8 @@ from typing import Any
 import jax
 
 import logra_jax
-from logra_jax.training.paths import write_aside
+from logra_jax.training.paths import MACHINE_FILE, write_aside
 
-MACHINE_FILE = "machine.json"
 _PACKAGES = ("jax", "flax", "optax")
 _CPUINFO = Path("/proc/cpuinfo")
 

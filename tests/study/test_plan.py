@@ -258,12 +258,14 @@ def test_cards_are_found_by_name_beginning_or_size():
 # --- GPUs that are not here
 
 
-def test_gpus_are_cards_found_by_name_or_beginning():
+def test_gpus_are_cards_found_by_name_or_beginning(config):
     assert find_gpu("h100") == find_gpu("H100-80GB") == "H100-80GB"
     assert find_gpu("l4") == "L4-24GB"
     for bad in ("A100", "TPU-v5e", "24", ""):
         with pytest.raises(ValueError, match=rf"`--gpu` must be .*got '{bad}'"):
             find_gpu(bad)
+    with pytest.raises(ValueError, match=r"`--gpu` must be .*got ''"):
+        plan_command(config, devices=1, tokens=64, card=None, gpu="", as_json=True)
     assert set(CARDS) - set(GPUS) == {name for name in CARDS if name.startswith("TPU")}
     assert all(abs(GPUS[name].memory - CARDS[name]) < 0.1 for name in GPUS)
 

@@ -16,15 +16,11 @@ from logra_jax.study.report_draw import mean_and_range, thinned
 from logra_jax.study.report_figures import draw_figures
 from logra_jax.study.report_groups import differing, group_runs
 from logra_jax.study.report_page import alarm_history, duration
-from logra_jax.study.report_runs import (
-    CONFIG_FILE,
-    MODEL_DIRECTORY,
-    read_run,
-    read_runs,
-)
+from logra_jax.study.report_runs import read_run, read_runs
 from logra_jax.training.alarms import Alarm, AlarmLog
 from logra_jax.training.figure_style import Series
 from logra_jax.training.journal import Journal
+from logra_jax.training.paths import CONFIG_FILE, MODEL_DIRECTORY
 from logra_jax.training.samples import Sample, samples_path, write_samples
 
 HOSTILE = "<script>alert(1)</script> \"a\" & 'b' $x^2$ </svg>"
@@ -506,11 +502,3 @@ def test_what_is_no_run_is_said_in_a_sentence(tmp_path):
     refuse("must hold `key: value` lines", broken)
     (broken / CONFIG_FILE).write_text("a: [\n")
     refuse("is not valid YAML", broken)
-
-
-def test_files_are_called_what_training_calls_them():
-    from logra_jax.training import checkpoint, data_record, export
-
-    assert CONFIG_FILE == checkpoint.CONFIG_FILE
-    assert MODEL_DIRECTORY == export.MODEL_DIRECTORY
-    assert data_record.DATA_FILE == "data.json"

@@ -145,11 +145,15 @@ def test_a_run_without_a_best_checkpoint_says_so(finished_copy: Path, capsys):
 # --- bad input
 
 
-@pytest.mark.parametrize("command", [["eval"], ["export"]])
-def test_a_directory_that_is_no_run_is_refused(command, tmp_path: Path, capsys):
-    out = [str(tmp_path / "out")] if command == ["export"] else []
-    assert main([*command, str(tmp_path), *out]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+def test_a_directory_that_is_no_run_is_refused(tmp_path: Path, capsys):
+    assert main(["eval", str(tmp_path)]) == 2
+    assert "or the directory of a run" in capsys.readouterr().err
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "`RUN_DIR` must name a run directory, got" in capsys.readouterr().err
+    no_directory = tmp_path / "config.yaml"
+    no_directory.write_text("")
+    assert main(["export", str(no_directory), str(tmp_path / "out")]) == 2
+    assert "which is no directory; give" in capsys.readouterr().err
 
 
 def test_export_refuses_an_existing_directory(

@@ -18,13 +18,13 @@ from logra_jax.training.assemble import (
 from logra_jax.training.checkpoint import discard_start, write_config
 from logra_jax.training.config import Config, load_config
 from logra_jax.training.data_record import (
-    DATA_FILE,
     check_data_record,
     data_record,
     describe_data,
     task_fingerprint,
     write_data_record,
 )
+from logra_jax.training.paths import DATA_FILE
 from logra_jax.training.policy import load_policy
 from logra_jax.training.questions import load_questions
 
