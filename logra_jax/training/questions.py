@@ -1,5 +1,9 @@
 """From the config's data sections to questions."""
 
+import contextlib
+import re
+from collections.abc import Iterator
+
 from logra_jax.rl.aime import aime_questions
 from logra_jax.rl.file_tasks import file_questions
 from logra_jax.rl.hub_tasks import hub_questions
@@ -33,8 +37,9 @@ def load_questions(config: Config) -> Task:
     """
     sets = tuple(_eval_set(config, name) for name in config.eval.sets)
     task = config.task
-    questions, dropped = _distinct_questions(task, task.prompt)
-    train, held_out = split(questions, task.held_out, task.seed)
+    with _naming("task"):
+        questions, dropped = _distinct_questions(task, task.prompt)
+        train, held_out = split(questions, task.held_out, task.seed)
     clean = without(train, [q for one in sets for q in one.questions])
     if not clean:
         raise ValueError(
@@ -49,11 +54,18 @@ def load_questions(config: Config) -> Task:
 def _eval_set(config: Config, name: str) -> EvalSet:
     section = config.eval.sets[name]
     prompt = config.task.prompt if section.prompt is None else section.prompt
-    try:
+    with _naming(f"eval.sets.{name}"):
         questions, dropped = _distinct_questions(section, prompt)
-    except ValueError as error:
-        raise ValueError(f"`eval.sets.{name}`: {error}") from error
     return EvalSet(name, questions, dropped)
+
+
+@contextlib.contextmanager
+def _naming(section: str) -> Iterator[None]:
+    """A source names its own argument; the error then names the key of the config."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(re.sub(r"^`", f"`{section}.", str(error))) from error
 
 
 def _distinct_questions(

@@ -193,12 +193,18 @@ def test_eval_sets_come_after_the_held_out_and_name_their_own_scorer(load, write
     [
         (
             ["eval.sets.a.source=aime", "eval.sets.a.name=1999"],
-            "`eval.sets.a`: `name` ",
+            r"^`eval\.sets\.a\.name` must be one of",
         ),
-        (["eval.sets.a.name=nothing"], "`eval.sets.a`: `name` must be a reasoning-gym"),
-        (["task.name=nothing"], "`name` must be a reasoning-gym data set"),
-        (["task.level=99"], "`level` must lie in"),
-        (["task.mix={gcd: {weight: 1e-6}, lcm: {}}"], "`size` must give every family"),
+        (
+            ["eval.sets.a.name=nothing"],
+            r"^`eval\.sets\.a\.name` must be a reasoning-gym",
+        ),
+        (["task.name=nothing"], r"^`task\.name` must be a reasoning-gym data set"),
+        (["task.level=99"], r"^`task\.level` must lie in"),
+        (
+            ["task.mix={gcd: {weight: 1e-6}, lcm: {}}"],
+            r"^`task\.size` must give every family",
+        ),
     ],
 )
 def test_questions_that_cannot_be_had_are_refused_in_one_sentence(
