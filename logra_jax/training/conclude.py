@@ -32,7 +32,8 @@ def show_outcome(
         display.before_after(rows[0], [rows[-1], *exported][-1])
     display.samples(shown)
     rate = responses_per_second(metrics)
-    display.note(f"rewards: {rate:.3g} responses scored a second")
+    decimals = 0 if rate >= 10 else 2
+    display.note(f"rewards: {rate:,.{decimals}f} responses scored a second")
     model = run_dir / MODEL_DIRECTORY
     display.note(f"trained model, of step {step}: {model}")
     display.note(f"metrics, samples, plots, checkpoints: {run_dir}")
