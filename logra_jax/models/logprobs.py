@@ -58,32 +58,45 @@ _logprobs = jax.custom_vjp(_plain_logprobs, nondiff_argnums=(3, 4))
 
 
 def _logprobs_fwd(hidden, held, tokens, head, chunk):
-    is_head_trained = any(part.perturbed for part in held)
+    # Of what the head closes over: its kernel, beside a probe, must not be trained.
+    trained = tuple(() if part.perturbed else None for part in held)
     hidden, tokens = hidden.value, tuple(part.value for part in tokens)
     held = tuple(part.value for part in held)
-    if is_head_trained:
-        values, pull = jax.vjp(
-            lambda hidden, held: _plain_logprobs(hidden, held, tokens, head, chunk),
-            hidden,
-            held,
-        )
-        return values, (pull, None)
+    if () in trained:
+
+        def logprobs(hidden: Array, moved: Held) -> Array:
+            all_held = _fill(trained, moved, held)
+            return _plain_logprobs(hidden, all_held, tokens, head, chunk)
+
+        moved = tuple(h for h, t in zip(held, trained, strict=True) if t is not None)
+        values, pull = jax.vjp(logprobs, hidden, moved)
+        return values, (pull, trained, None)
     piece = partial(_piece, held=held, head=head, has_slope=True)
     values, slopes = map_chunks(piece, (hidden, *tokens), chunk)
-    return values, (None, slopes)
+    return values, (None, trained, slopes)
 
 
 def _logprobs_bwd(head, chunk, residuals, g):
     del head, chunk
-    pull, slopes = residuals
+    pull, trained, slopes = residuals
     if isinstance(g, jax.custom_derivatives.SymbolicZero):
         g = jnp.zeros(g.shape)
     if pull is not None:
-        return *pull(g), None
+        dh, moved = pull(g)
+        return dh, _fill(trained, moved, (None,) * len(trained)), None
     return (g[:, None] * slopes).astype(slopes.dtype), None, None
 
 
 _logprobs.defvjp(_logprobs_fwd, _logprobs_bwd, symbolic_zeros=True)
+
+
+def _fill(trained: tuple, moved: tuple, others: tuple) -> tuple:
+    """``others``, with ``moved`` in the places that are not None in ``trained``."""
+    rest = iter(moved)
+    return tuple(
+        other if place is None else next(rest)
+        for place, other in zip(trained, others, strict=True)
+    )
 
 
 def _piece(

@@ -2,8 +2,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
+import logra_jax as logra
+from logra_jax.algorithm.lora import LoRAFactor, lora
 from logra_jax.models.logprobs import token_logprobs
 
 TOKENS, FEATURES, VOCAB = 21, 6, 37
@@ -135,3 +138,25 @@ def test_large_logits_stay_finite(problem):
     got = chunked(1e4 * hidden, targets, w, 1.0, 8)
     assert np.isfinite(got).all()
     assert (np.asarray(got) <= 0).all()
+
+
+@pytest.mark.parametrize("kind", [logra.Probe, LoRAFactor])
+def test_a_trained_head_is_differentiated_beside_its_frozen_kernel(getkey, kind):
+    """Inside ``jax.jit``, where the kernel is an argument and not a constant."""
+    model = nnx.Linear(8, 12, rngs=nnx.Rngs(0))
+    model = (logra.sketch if kind is logra.Probe else lora)(model, 2)
+    graph, trained, rest = nnx.split(model, kind, ...)
+    hidden = jax.random.normal(getkey(), (6, 8))
+    targets = jnp.arange(6)
+
+    def chunked(trained, rest):
+        head = nnx.merge(graph, trained, rest, copy=True)
+        return token_logprobs(hidden, targets, head, chunk=2).sum()
+
+    def whole(trained, rest):
+        logits = nnx.merge(graph, trained, rest, copy=True)(hidden)
+        return jnp.trace(jax.nn.log_softmax(logits))
+
+    got, expected = (jax.jit(jax.grad(f))(trained, rest) for f in (chunked, whole))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
