@@ -87,7 +87,8 @@ def _wide_logits(hidden: Array, head: Array, is_tied: bool, dtype: jnp.dtype) ->
     """float32 logits from a narrower head, or its bits.
 
     A block of the head is widened at a time, in the backward pass once more: a float32
-    copy of all of it would be as large as several layers.
+    copy of all of it would be as large as several layers. The gradient in the hidden
+    states is summed over blocks in float32, whatever their dtype.
 
     Args:
         hidden: (..., h).
@@ -110,9 +111,10 @@ def _wide_logits(hidden: Array, head: Array, is_tied: bool, dtype: jnp.dtype) ->
         return from_bits(block, dtype).astype(hidden.dtype)
 
     @jax.checkpoint
-    def some_logits(index: Array, hidden: Array) -> Array:
-        return jnp.matmul(hidden, widen(index), preferred_element_type=jnp.float32)
+    def some_logits(index: Array, wide: Array) -> Array:
+        narrow = wide.astype(hidden.dtype)
+        return jnp.matmul(narrow, widen(index), preferred_element_type=jnp.float32)
 
-    indices = jnp.arange(stack.shape[0] * number)
-    found = lax.map(lambda i: some_logits(i, hidden), indices)
+    indices, wide = jnp.arange(stack.shape[0] * number), hidden.astype(jnp.float32)
+    found = lax.map(lambda i: some_logits(i, wide), indices)
     return jnp.moveaxis(found, 0, -2).reshape(*hidden.shape[:-1], -1)
