@@ -56,9 +56,10 @@ def predict_kl(
     Args:
         hidden: probes -> final hidden states; must use the plain form of the sketched
             layers (:func:`logra_jax.perturbed`).
-        head: hidden states -> logits (tokens, vocab); called on ``chunk`` tokens at a
-            time, so that logits of all tokens never exist. A :class:`LateHead` is made
-            once the hidden states are there.
+        head: hidden states -> logits (tokens, vocab), of both policies: a change of the
+            head itself has no say in q. Called on ``chunk`` tokens at a time, so that
+            logits of all tokens never exist. A :class:`LateHead` is made once the
+            hidden states are there.
         probes: the point of expansion, zeros.
         updates: the proposal, a tree like ``probes``.
         mask: weight of each token in the mean: 1 for contexts of a response, 0 for

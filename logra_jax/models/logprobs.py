@@ -58,45 +58,35 @@ _logprobs = jax.custom_vjp(_plain_logprobs, nondiff_argnums=(3, 4))
 
 
 def _logprobs_fwd(hidden, held, tokens, head, chunk):
-    # Of what the head closes over: its kernel, beside a probe, must not be trained.
-    trained = tuple(() if part.perturbed else None for part in held)
+    # Only what is trained is differentiated: a sketched kernel, held too, must not be.
+    moved = tuple(part.value if part.perturbed else None for part in held)
     hidden, tokens = hidden.value, tuple(part.value for part in tokens)
     held = tuple(part.value for part in held)
-    if () in trained:
+    if any(part is not None for part in moved):
 
-        def logprobs(hidden: Array, moved: Held) -> Array:
-            all_held = _fill(trained, moved, held)
-            return _plain_logprobs(hidden, all_held, tokens, head, chunk)
+        def logprobs(hidden: Array, moved: tuple[Array | None, ...]) -> Array:
+            pairs = zip(held, moved, strict=True)
+            parts = tuple(still if new is None else new for still, new in pairs)
+            return _plain_logprobs(hidden, parts, tokens, head, chunk)
 
-        moved = tuple(h for h, t in zip(held, trained, strict=True) if t is not None)
         values, pull = jax.vjp(logprobs, hidden, moved)
-        return values, (pull, trained, None)
+        return values, (pull, None)
     piece = partial(_piece, held=held, head=head, has_slope=True)
     values, slopes = map_chunks(piece, (hidden, *tokens), chunk)
-    return values, (None, trained, slopes)
+    return values, (None, slopes)
 
 
 def _logprobs_bwd(head, chunk, residuals, g):
     del head, chunk
-    pull, trained, slopes = residuals
+    pull, slopes = residuals
     if isinstance(g, jax.custom_derivatives.SymbolicZero):
         g = jnp.zeros(g.shape)
     if pull is not None:
-        dh, moved = pull(g)
-        return dh, _fill(trained, moved, (None,) * len(trained)), None
+        return *pull(g), None
     return (g[:, None] * slopes).astype(slopes.dtype), None, None
 
 
 _logprobs.defvjp(_logprobs_fwd, _logprobs_bwd, symbolic_zeros=True)
-
-
-def _fill(trained: tuple, moved: tuple, others: tuple) -> tuple:
-    """``others``, with ``moved`` in the places that are not None in ``trained``."""
-    rest = iter(moved)
-    return tuple(
-        other if place is None else next(rest)
-        for place, other in zip(trained, others, strict=True)
-    )
 
 
 def _piece(

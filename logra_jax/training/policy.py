@@ -1,6 +1,7 @@
 """The model of a run: loaded, made trainable, and answering questions."""
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -251,9 +252,16 @@ def trainable(config: Config, model: Decoder) -> Decoder:
     """A copy of the model, the same buffers, whose matched layers are trained.
 
     Raises:
-        ValueError: a bad rank or match.
+        ValueError: a bad rank or match, or one of the head: the KL of an update is
+            that of two policies with one head (:func:`logra_jax.predict_kl`).
     """
     rank, match = config.sketch.rank, config.sketch.match
+    if not model.config.tie_embeddings and re.search(match, "lm_head"):
+        raise ValueError(
+            f"`sketch.match` must not match the head, lm_head, got {match!r}: the KL "
+            "of an update is predicted for one head, before and after; '_proj$' leaves "
+            "it out."
+        )
     kind = config.optimizer.kind
     if kind in WHOLE_GRADIENTS:
         return dense(model, match, config.seed)

@@ -21,7 +21,7 @@ class SketchConfig:
     """Columns of each sketch (r): a number, or numbers by regular expression, such as
     `{mlp: 32, attn: 16}`; the first that a projection's name contains is its own."""
     match: str = r"((q|k|v|o|gate|up|down|out)_proj|in_proj_(qkv|z))$"
-    """Regular expression that a trained projection's name contains."""
+    """Regular expression that a trained projection's name contains; not the head's."""
     basis: Literal["rademacher", "gaussian"] = "rademacher"
     """Entries of the random basis: signs, or normal ones on an 8-bit grid."""
     refresh: bool = True

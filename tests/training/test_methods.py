@@ -18,6 +18,7 @@ from logra_jax.models import stack as stack_module
 from logra_jax.models.attention import Span
 from logra_jax.models.decoder import Decoder
 from logra_jax.models.hf import load_decoder
+from logra_jax.models.layers import DecoderConfig
 from logra_jax.models.sharding import make_mesh, place
 from logra_jax.training.assemble import build_optimizer, loss_options_of
 from logra_jax.training.checkpoint import check_resumable
@@ -569,3 +570,24 @@ def test_a_rank_that_galore_has_no_room_for_is_one_sentence(tiny_run: Run):
     """As of the other kinds; the head of a key has 16 columns here."""
     with pytest.raises(ValueError, match=r"`rank` must be in .* = \[1, 16\] for layer"):
         tiny_run("run", "optimizer.kind=galore", "sketch.rank=17")
+
+
+@pytest.mark.parametrize("kind", ["logra", "adamw", "lora"])
+def test_a_head_is_not_trained_as_its_kl_would_not_be_predicted(tiny_config, kind):
+    config = config_of(tiny_config, kind, "sketch.match=.*")
+    shape = DecoderConfig(
+        vocab_size=32,
+        hidden_size=8,
+        intermediate_size=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        max_positions=8,
+        rope_theta=1e4,
+        rms_norm_eps=1e-5,
+        tie_embeddings=False,
+    )
+    model = Decoder(shape, dtype="float32", activations="float32", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"must not match the head, .*'\.\*'"):
+        trainable(config, model)
