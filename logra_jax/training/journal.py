@@ -11,6 +11,7 @@ machine decides: the keys under `seconds/` and `memory/` (see `deterministic`).
 import json
 import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -40,8 +41,6 @@ class Journal:
     """
 
     def __init__(self, run_dir: str | Path, *, resume_step: int | None):
-        from tensorboardX import SummaryWriter
-
         run_dir = Path(run_dir)
         path = run_dir / _FILE
         if resume_step is None:
@@ -56,21 +55,21 @@ class Journal:
         self._lines: IO[str] = path.open("a", encoding="utf-8")
         # Steps from here on hide what a killed run wrote of them.
         purge = None if resume_step is None else resume_step + 1
-        self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
+        self._events = _Events(run_dir / "tensorboard", purge_step=purge)
 
     def write(self, step: int, values: Mapping[str, float | int]) -> None:
         """Record the metrics of one step; NaN and infinities become null."""
         numbers = {key: _number(value) for key, value in values.items()}
         self._lines.write(json.dumps({"step": step} | numbers, allow_nan=False) + "\n")
         self._lines.flush()
-        for key, value in numbers.items():
-            if value is not None:
-                self._events.add_scalar(key, value, step)
+        self._events.write(step, {k: v for k, v in numbers.items() if v is not None})
 
     def close(self) -> None:
         """Close both files; closing twice is fine."""
-        self._lines.close()
-        self._events.close()
+        try:
+            self._lines.close()
+        finally:
+            self._events.close()
 
     def __enter__(self) -> "Journal":
         return self
@@ -82,6 +81,48 @@ class Journal:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class _Events:
+    """Appends scalars to a new file of TensorBoard's; on disk when `write` returns.
+
+    tensorboardX's own writer has a thread do that. A full disk ends the thread, and the
+    run then waits for ever to hand it the next scalars.
+
+    Args:
+        directory: of the file; made if missing.
+        purge_step: TensorBoard hides what earlier files have of steps from here on.
+    """
+
+    def __init__(self, directory: Path, *, purge_step: int | None):
+        from tensorboardX.event_file_writer import EventsWriter
+
+        directory.mkdir(parents=True, exist_ok=True)
+        self._is_open = True
+        self._writer = EventsWriter(str(directory / "events"))
+        if purge_step is not None:
+            from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+            start = SessionLog(status=SessionLog.START)
+            self._add(Event(step=purge_step, session_log=start))
+        self._writer.flush()
+
+    def write(self, step: int, numbers: Mapping[str, float | int]) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
+        for key, value in numbers.items():
+            self._add(Event(step=step, summary=scalar(key, value)))
+        self._writer.flush()
+
+    def _add(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._writer.write_event(event)
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._writer.close()
 
 
 def has_metrics(run_dir: str | Path) -> bool:

@@ -1,5 +1,7 @@
+import errno
 import json
 import math
+import os
 
 import jax.numpy as jnp
 import numpy as np
@@ -62,6 +64,22 @@ def test_scalars_reach_tensorboard(tmp_path):
     write(tmp_path, [1])
     [events] = (tmp_path / "tensorboard").iterdir()
     assert b"reward" in events.read_bytes()
+
+
+def test_a_disk_that_is_full_is_an_error_and_the_run_does_not_wait(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+):
+    with Journal(tmp_path, resume_step=None) as journal:
+
+        def flush(writer):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr("tensorboardX.record_writer.RecordWriter.flush", flush)
+            with pytest.raises(OSError, match="No space left"):
+                journal.write(1, {"reward": 0.5})
+        journal.write(2, {"reward": 0.5})  # there is room again
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
 
 
 def test_resuming_drops_later_steps_and_continues(tmp_path):
