@@ -7,6 +7,7 @@ OmegaConf merges and converts, the dataclasses of `schema` check values.
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -91,7 +92,16 @@ def to_yaml(config: Config) -> str:
     """The YAML text from which `load_config` rebuilds exactly this config."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+    return OmegaConf.to_yaml(OmegaConf.create(_literal(dataclasses.asdict(config))))
+
+
+def _literal(value: Any) -> Any:
+    """A value whose texts are read back as they stand: `${` refers to nothing."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, Mapping):
+        return {key: _literal(one) for key, one in value.items()}
+    return [_literal(one) for one in value] if isinstance(value, list) else value
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
@@ -201,6 +211,8 @@ def _check_tree(tree: Mapping[str, Any], kind: Any, prefix: str) -> None:
         elif str in _alternatives(known[key]):
             rule, remedy = "be text", "put it in quotes"
             require(isinstance(value, str | None), name, value, rule, remedy)
+        elif typing.get_origin(known[key]) is dict:
+            require(isinstance(value, Mapping), name, value, "be a mapping")
         else:
             _check_list(value, known[key], name)
 

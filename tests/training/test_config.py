@@ -138,6 +138,14 @@ def test_a_batch_below_the_usual_microbatch_needs_no_other(load):
     assert config.train.microbatch > config.train.batch == 8
 
 
+@pytest.mark.parametrize("prompt", [r"\${a}", r"\\\${a}", r"\\${seed}", r"a\$\b"])
+def test_a_text_that_looks_like_a_reference_is_read_back(load, tmp_path, prompt):
+    config = load(f"task.system_prompt={prompt}", "task.options.a.b=[\\${c}]")
+    path = tmp_path / "stored.yaml"
+    path.write_text(to_yaml(config))
+    assert load_config(path) == config
+
+
 def test_every_config_file_of_the_repository_loads():
     for path in (REPOSITORY / "configs").glob("*.yaml"):
         assert load_config(path).name == path.stem
@@ -233,6 +241,7 @@ def test_yaml_round_trip_is_exact(tmp_path_factory, steps, eps, clip, prompt):
         ("kl.schedule=3", "`kl.schedule` must be a mapping, got 3."),
         ("optimizer.clip_norm=x", "`optimizer.clip_norm` must be a number or null, "),
         ("task.options=3", "`task.options` must be a mapping, got 3."),
+        ("task.options=[3]", "`task.options` must be a mapping, got [3]."),
         ("eval=3", "`eval` must be a section, got 3; its keys are " + EVAL_KEYS),
         ("task.mix=3", "`task.mix` must be a mapping, got 3."),
         (
