@@ -71,6 +71,7 @@ class Checkpoints:
         keep: how many of the newest to keep; None keeps all.
         scores: of steps, as far as they are known; read whenever they are needed, so
             that more may come. Without any there is no best checkpoint.
+        read_only: nothing is saved, made or cleaned up: another process may be saving.
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class Checkpoints:
         run_dir: str | Path,
         keep: int | None = None,
         scores: Mapping[int, float] | None = None,
+        *,
+        read_only: bool = False,
     ):
         self.run_dir = Path(run_dir)
         self._scores = {} if scores is None else scores
@@ -85,7 +88,10 @@ class Checkpoints:
             preservation_policy=_NewestAndBest(keep, self._scores),
             # On disk when `save` returns: buffers are donated to the next step.
             enable_async_checkpointing=False,
-            cleanup_tmp_directories=True,
+            # What a killed run left; but of a run that goes on it is what it writes.
+            cleanup_tmp_directories=not read_only,
+            read_only=read_only,
+            create=not read_only,
         )
         self._manager = ocp.CheckpointManager(
             (self.run_dir / _DIRECTORY).absolute(), options=options

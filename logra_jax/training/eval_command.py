@@ -79,7 +79,8 @@ def evaluate_command(
             step = 0
             if found.run_dir:
                 scores = read_scores(found.run_dir, settings.best_metric)
-                with Checkpoints(found.run_dir, scores=scores) as checkpoints:
+                run_dir = found.run_dir
+                with Checkpoints(run_dir, scores=scores, read_only=True) as checkpoints:
                     step, weights = checkpoints.restore_weights(weights, best=best)
         with (
             _answering(settings, policy, weights, step, source, display) as answering,

@@ -92,7 +92,9 @@ def export_command(
         with (
             display.phase("restoring the checkpoint"),
             Checkpoints(
-                run_dir, scores=read_scores(run_dir, config.best_metric)
+                run_dir,
+                scores=read_scores(run_dir, config.best_metric),
+                read_only=True,
             ) as saved,
         ):
             step, weights = saved.restore_weights(weights, best=best)
