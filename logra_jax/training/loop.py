@@ -31,6 +31,7 @@ from logra_jax.training.checkpoint import (
     discard_start,
     write_config,
 )
+from logra_jax.training.claim import Claim
 from logra_jax.training.collect import Collector
 from logra_jax.training.conclude import show_outcome
 from logra_jax.training.config import load_config, to_yaml
@@ -103,7 +104,9 @@ def train(config: Config, *, on_phase: Callable[[str], None] | None = None) -> i
     together(check_same, config, from_leader(lambda: config))
     run_dir = from_leader(_choose_run_dir, config)
     display = Display(config.train.steps, silent=not is_leader(), on_phase=on_phase)
-    with display, build_rewards(config) as rewards:
+    with display, Claim() as claim, build_rewards(config) as rewards:
+        if config.resume is not None:
+            from_leader(claim.take, run_dir, "resume")
         if is_leader():
             rewards.warm()
         with display.phase("loading the questions"):
@@ -122,7 +125,10 @@ def train(config: Config, *, on_phase: Callable[[str], None] | None = None) -> i
             display.note(policy.sketch_table(weights))
         run = _Run(config, run_dir, directory, task, policy, rewards, display, program)
         # Only now: a start that was refused leaves no run behind.
-        from_leader(write_config, run_dir, to_yaml(config))
+        is_new = config.resume is None
+        if is_new:
+            from_leader(claim.take, run_dir, "run_dir")
+        from_leader(write_config, run_dir, to_yaml(config), is_new=is_new)
         from_leader(write_data_record, run_dir, record)
         from_leader(write_machine, run_dir)
         del policy
@@ -130,8 +136,7 @@ def train(config: Config, *, on_phase: Callable[[str], None] | None = None) -> i
             together(check_shared, run_dir)
             return run.go(weights)
         except ValueError:
-            is_new = config.resume is None and not has_metrics(run_dir)
-            if is_leader() and is_new:
+            if is_leader() and is_new and not has_metrics(run_dir):
                 discard_start(run_dir)
             raise
 
