@@ -96,27 +96,26 @@ class _Events:
 
     def __init__(self, directory: Path, *, purge_step: int | None):
         from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2
 
         directory.mkdir(parents=True, exist_ok=True)
         self._is_open = True
+        self._proto: Any = event_pb2  # its classes are made when it is imported
         self._writer = EventsWriter(str(directory / "events"))
         if purge_step is not None:
-            from tensorboardX.proto.event_pb2 import Event, SessionLog
-
-            start = SessionLog(status=SessionLog.START)
-            self._add(Event(step=purge_step, session_log=start))
+            log = self._proto.SessionLog
+            self._add(step=purge_step, session_log=log(status=log.START))
         self._writer.flush()
 
     def write(self, step: int, numbers: Mapping[str, float | int]) -> None:
-        from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.summary import scalar
 
         for key, value in numbers.items():
-            self._add(Event(step=step, summary=scalar(key, value)))
+            self._add(step=step, summary=scalar(key, value))
         self._writer.flush()
 
-    def _add(self, event: Any) -> None:
-        event.wall_time = time.time()
+    def _add(self, **fields: Any) -> None:
+        event = self._proto.Event(wall_time=time.time(), **fields)
         self._writer.write_event(event)
 
     def close(self) -> None:
