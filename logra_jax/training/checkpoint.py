@@ -17,7 +17,6 @@ from logra_jax.training.journal import has_metrics, read_metrics
 from logra_jax.training.paths import (
     CONFIG_FILE,
     DATA_FILE,
-    LOCK_FILE,
     MACHINE_FILE,
     write_aside,
 )
@@ -218,25 +217,10 @@ def _best(steps: Sequence[int], scores: Mapping[int, float]) -> int | None:
     return max(known, key=lambda step: scores[step], default=None)
 
 
-def write_config(run_dir: Path, text: str, *, is_new: bool) -> None:
-    """Put the config as run into the run directory, whole or not at all.
-
-    Args:
-        run_dir: the run directory; made if missing.
-        text: of the config.
-        is_new: it begins a run; the run directory is to be held.
-
-    Raises:
-        ValueError: a new run is to begin where one has by now.
-    """
+def write_config(run_dir: Path, text: str) -> None:
+    """Put the config as run into the run directory, whole or not at all."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    path = run_dir / CONFIG_FILE
-    if is_new and path.exists():
-        raise ValueError(
-            f"`run_dir` must not hold a run yet, got {str(run_dir)!r}, where another "
-            "has begun meanwhile; choose another."
-        )
-    write_aside(path, text)
+    write_aside(run_dir / CONFIG_FILE, text)
 
 
 def check_shared(run_dir: Path) -> None:
@@ -254,7 +238,7 @@ def check_shared(run_dir: Path) -> None:
 
 def discard_start(run_dir: Path) -> None:
     """Take back what a run that never began has left in its directory."""
-    for name in (CONFIG_FILE, DATA_FILE, MACHINE_FILE, LOCK_FILE):
+    for name in (CONFIG_FILE, DATA_FILE, MACHINE_FILE):
         (run_dir / name).unlink(missing_ok=True)
     shutil.rmtree(run_dir / _DIRECTORY, ignore_errors=True)
     with contextlib.suppress(OSError):  # not empty: somebody else's

@@ -31,7 +31,6 @@ from logra_jax.training.checkpoint import (
     discard_start,
     write_config,
 )
-from logra_jax.training.claim import Claim
 from logra_jax.training.collect import Collector
 from logra_jax.training.conclude import show_outcome
 from logra_jax.training.config import load_config, to_yaml
@@ -104,9 +103,7 @@ def train(config: Config, *, on_phase: Callable[[str], None] | None = None) -> i
     together(check_same, config, from_leader(lambda: config))
     run_dir = from_leader(_choose_run_dir, config)
     display = Display(config.train.steps, silent=not is_leader(), on_phase=on_phase)
-    with display, Claim() as claim, build_rewards(config) as rewards:
-        if config.resume is not None:
-            from_leader(claim.take, run_dir, "resume")
+    with display, build_rewards(config) as rewards:
         if is_leader():
             rewards.warm()
         with display.phase("loading the questions"):
@@ -125,10 +122,7 @@ def train(config: Config, *, on_phase: Callable[[str], None] | None = None) -> i
             display.note(policy.sketch_table(weights))
         run = _Run(config, run_dir, directory, task, policy, rewards, display, program)
         # Only now: a start that was refused leaves no run behind.
-        is_new = config.resume is None
-        if is_new:
-            from_leader(claim.take, run_dir, "run_dir")
-        from_leader(write_config, run_dir, to_yaml(config), is_new=is_new)
+        from_leader(write_config, run_dir, to_yaml(config))
         from_leader(write_data_record, run_dir, record)
         from_leader(write_machine, run_dir)
         del policy
@@ -136,7 +130,8 @@ def train(config: Config, *, on_phase: Callable[[str], None] | None = None) -> i
             together(check_shared, run_dir)
             return run.go(weights)
         except ValueError:
-            if is_leader() and is_new and not has_metrics(run_dir):
+            is_new = config.resume is None and not has_metrics(run_dir)
+            if is_leader() and is_new:
                 discard_start(run_dir)
             raise
 

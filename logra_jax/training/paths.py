@@ -10,7 +10,6 @@ from logra_jax.training.schema import Config
 CONFIG_FILE = "config.yaml"
 DATA_FILE = "data.json"
 MACHINE_FILE = "machine.json"
-LOCK_FILE = ".lock"
 MODEL_DIRECTORY = "model"
 
 

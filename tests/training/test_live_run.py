@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 
 from logra_jax.cli import main
-from logra_jax.training.checkpoint import write_config
-from logra_jax.training.claim import Claim
 
 
 @pytest.mark.parametrize("command", ["eval", "export"])
@@ -33,19 +31,3 @@ def test_a_run_without_checkpoints_stays_without(
     assert "`run_dir` must hold a checkpoint" in error
     assert error.count("\n") == 1
     assert not (finished_copy / "checkpoints").exists()
-
-
-def test_a_run_that_goes_on_is_not_resumed_beside_it(finished_copy: Path, tiny_run):
-    with Claim() as claim:
-        claim.take(finished_copy, "resume")
-        with pytest.raises(ValueError, match="that no other process trains in"):
-            tiny_run("unused", f"resume={finished_copy}")
-    tiny_run("unused", f"resume={finished_copy}")
-
-
-def test_of_two_runs_that_begin_in_one_directory_the_first_does(tmp_path: Path):
-    write_config(tmp_path / "run", "seed: 1", is_new=True)
-    with pytest.raises(ValueError, match="another has begun meanwhile"):
-        write_config(tmp_path / "run", "seed: 2", is_new=True)
-    assert (tmp_path / "run" / "config.yaml").read_text() == "seed: 1"
-    write_config(tmp_path / "run", "seed: 1  # resumed", is_new=False)

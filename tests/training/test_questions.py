@@ -348,7 +348,7 @@ def test_the_27b_is_trained_on_the_hard_mix():
 
 def test_a_start_that_is_taken_back_leaves_no_record(load, write, tmp_path):
     config, run_dir = load(*files(write(ROWS))), tmp_path / "run"
-    write_config(run_dir, "", is_new=True)
+    write_config(run_dir, "")
     write_data_record(run_dir, data_record(config, load_task(config)))
     discard_start(run_dir)
     assert not run_dir.exists()
