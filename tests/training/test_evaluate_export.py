@@ -146,14 +146,20 @@ def test_a_run_without_a_best_checkpoint_says_so(finished_copy: Path, capsys):
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path: Path, capsys):
-    assert main(["eval", str(tmp_path)]) == 2
-    assert "or the directory of a run" in capsys.readouterr().err
-    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
-    assert "`RUN_DIR` must name a run directory, got" in capsys.readouterr().err
     no_directory = tmp_path / "config.yaml"
+    out = str(tmp_path / "out")
+
+    def refused(*command: str) -> str:
+        assert main([*command]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        return error
+
+    assert "or the directory of a run" in refused("eval", str(tmp_path))
+    message = "`RUN_DIR` must name a run directory, got"
+    assert message in refused("export", str(tmp_path), out)
     no_directory.write_text("")
-    assert main(["export", str(no_directory), str(tmp_path / "out")]) == 2
-    assert "which is no directory; give" in capsys.readouterr().err
+    assert "which is no directory; give" in refused("export", str(no_directory), out)
 
 
 def test_export_refuses_an_existing_directory(
